@@ -1,0 +1,1 @@
+"""One readable file each: configuration, modules, losses, loop."""

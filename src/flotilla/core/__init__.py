@@ -1,0 +1,1 @@
+"""The vocabulary that the layers share: rows, configuration, seeds, names, errors."""

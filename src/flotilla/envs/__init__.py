@@ -1,0 +1,1 @@
+"""Layer 1: single environments, one file a suite."""

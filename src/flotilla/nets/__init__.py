@@ -1,0 +1,1 @@
+"""Modules with parameters and no loss, used by several algorithms."""
