@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Obs = Tensor | dict[str, Tensor]  # an observation: one tensor, or one per key of a gymnasium.spaces.Dict
-State = Any  # a policy's memory: None, a tensor or a tuple of tensors, environments in the first dimension
+State = Tensor | None  # a policy's memory, (N, S); None stands for zeros
 
 
 class Row(NamedTuple):
@@ -33,18 +33,18 @@ class Row(NamedTuple):
 
     def at(self, index: Any) -> Row:
         """The rows at an index of the leading dimensions."""
-        return Row(map_obs(lambda x: x[index], self.obs), *(x[index] for x in self[1:]))
+        return Row(tree_map(lambda x: x[index], self.obs), *(x[index] for x in self[1:]))
 
 
-def map_obs(fn: Callable[[Tensor], Tensor], obs: Obs) -> Obs:
-    """`fn` of the observation's tensor, or of each tensor of a dict observation."""
-    if isinstance(obs, dict):
-        return {key: fn(x) for key, x in obs.items()}
-    return fn(obs)
+def tree_map(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """`fn` of a tensor, or of every tensor in a (nested) dict of them, in the same form."""
+    if isinstance(tree, dict):
+        return {key: tree_map(fn, x) for key, x in tree.items()}
+    return fn(tree)
 
 
-# act(row (N, ...), state) -> action (N, ...), next state, extras of shape (N, ...) that the learner wants back.
-Act = Callable[[Row, State], tuple[Tensor, State, dict[str, Tensor]]]
+# act(row (N, ...), state (N, S)) -> action (N, ...), next state (N, S), extras (N, ...) for the learner.
+Act = Callable[[Row, State], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Rollout:
     rows: Row  # (T + 1, N, ...)
     action: Tensor  # (T, N, ...)
     extras: dict[str, Tensor]  # (T, N, ...), as `act` gave them
-    first_state: State  # the policy's memory before row 0
-    last_state: State  # and before row T
+    first_state: Tensor  # (N, S), the policy's memory before row 0
+    last_state: Tensor  # (N, S), and before row T
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,3 @@ class Episode:
     length_steps: int  # environment steps after action repeat
     env_steps: int  # of the run, all environments together, when the episode ended
     extras: dict[str, float] = field(default_factory=dict)
-
-
-def to_device(obs: Obs, device: torch.device) -> Obs:
-    """The observation on `device`; no copy when it is there already."""
-    return map_obs(lambda x: x.to(device, non_blocking=True), obs)

@@ -1,0 +1,218 @@
+"""Proximal Policy Optimization (Schulman et al. 2017), with the details of the reference implementations.
+
+After Huang et al. 2022, "The 37 Implementation Details of PPO".  Departures: time limits are bootstrapped and
+the ignored step between two episodes has weight 0 (the row contract); observation and reward statistics are
+those of all environments and change between rollouts only, so that acting and learning see the same inputs.
+
+Shape legend: T steps, N environments, B = T * N samples (with a memory: B = N sequences of T), M minibatches,
+S state of the memory, ... the shape of one observation or action.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import Tensor, nn
+
+from flotilla.core.errors import UsageError
+from flotilla.core.types import Obs, Row, Spec, State, tree_map
+from flotilla.functional import explained_variance, gae, standardize, weighted_mean
+from flotilla.nets.distributions import Distribution, distribution, parameter_size
+from flotilla.nets.encoders import CnnKind, Encoder, ObsNorm, has_image
+from flotilla.nets.layers import Memory, MemoryKind, RewardScale, orthogonal
+from flotilla.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How PPO learns; the defaults are the reference's for classic control."""
+
+    learning_rate: float = 2.5e-4  # of Adam
+    anneal_lr: bool = True  # learning rate linearly to 0 over the run
+    adam_eps: float = 1e-5  # Adam's epsilon (baselines' value; PyTorch's is 1e-8)
+    num_steps: int = 128  # environment steps per environment and rollout
+    gamma: float = 0.99  # discount a step
+    gae_lambda: float = 0.95  # trace decay of the advantage estimates
+    num_minibatches: int = 4  # gradient steps per pass over a rollout
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # standardise advantages in each minibatch
+    clip_coef: float = 0.2  # largest change of the probability ratio that is rewarded
+    anneal_clip: bool = False  # clip_coef linearly to 0 over the run
+    clip_vloss: bool = True  # clip the change of the value as well, by the same number
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # largest global norm of the gradient; 0: no clipping
+    target_kl: float = 0.0  # end the passes when the policy moved further (nats, k3 estimate); 0: never
+    norm_obs: bool = False  # standardise vector observations by running statistics, clipped to +-10
+    norm_reward: bool = False  # divide rewards by the running deviation of the discounted return, clipped to +-10
+    hidden_sizes: tuple[int, ...] = (64, 64)  # of the MLPs on vector observations
+    cnn: CnnKind = "nature"  # network on images
+    memory: MemoryKind = "none"  # recurrent layer after the encoder
+    memory_size: int = 128  # features of the recurrent layer
+
+
+class Agent(nn.Module):
+    """Policy and value: two MLPs on vectors, as the reference; one shared encoder on images or with a memory."""
+
+    def __init__(self, spec: Spec, config: Config) -> None:
+        super().__init__()
+        self.action_space = spec.action_space
+        self.norm = ObsNorm(spec.obs_space) if config.norm_obs else nn.Identity()
+        self.encoder = Encoder(spec.obs_space, config.hidden_sizes, config.cnn)
+        self.memory = Memory(config.memory, self.encoder.output_dim, config.memory_size)
+        shared = config.memory != "none" or has_image(spec.obs_space)
+        self.critic_encoder = None if shared else Encoder(spec.obs_space, config.hidden_sizes, config.cnn)
+        size = parameter_size(spec.action_space)
+        self.actor = orthogonal(nn.Linear(self.memory.output_dim, size), 0.01)
+        self.critic = orthogonal(nn.Linear(self.memory.output_dim, 1), 1.0)
+        is_box = isinstance(spec.action_space, gym.spaces.Box)
+        self.log_std = nn.Parameter(torch.zeros(size), requires_grad=is_box) if is_box else torch.zeros(0)
+
+    def forward(self, obs: Obs, state: State, is_first: Tensor) -> tuple[Distribution, Tensor, State]:
+        """Policy, value and next state of normalised observations (B, ...); with a memory (B, T, ...)."""
+        features = self.encoder(obs)
+        if self.memory.cell is not None:
+            features, state = self.memory(features, state, is_first)
+        policy = distribution(self.action_space, self.actor(features), self.log_std)
+        value = self.critic(features if self.critic_encoder is None else self.critic_encoder(obs))
+        return policy, value.squeeze(-1), state
+
+    def step(self, row: Row, state: State) -> tuple[Distribution, Tensor, Tensor]:
+        """`forward` of one row (N, ...) as it arrives; the policy has shape (N) or, with a memory, (N, 1)."""
+        if state is None:
+            state = torch.zeros(len(row.reward), self.memory.state_dim, device=row.reward.device)
+        obs, is_first = self.norm(row.obs), row.is_first
+        if self.memory.cell is not None:
+            obs, is_first = tree_map(lambda x: x.unsqueeze(1), obs), is_first.unsqueeze(1)
+        return self(obs, state, is_first)  # type: ignore[no-any-return]
+
+    def act(self, row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """A draw from the policy; its mode when the module is in eval mode."""
+        policy, value, state = self.step(row, state)
+        action = policy.sample() if self.training else policy.mode()
+        extras = {"log_prob": policy.log_prob(action), "value": value}
+        if self.memory.cell is not None:
+            return action.squeeze(1), state, {name: x.squeeze(1) for name, x in extras.items()}
+        return action, state, extras
+
+
+def loss(agent: Agent, batch: dict[str, Any], config: Config, clip_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped surrogate, the value loss and the entropy bonus (Schulman et al. 2017, eq. 7 and 9)."""
+    weight = batch["weight"]
+    policy, value, _ = agent(batch["obs"], batch.get("state"), batch["is_first"])
+    log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
+    ratio = log_ratio.exp()
+    adv = standardize(batch["adv"], weight) if config.norm_adv else batch["adv"]
+    surrogate = torch.minimum(adv * ratio, adv * ratio.clamp(1 - clip_coef, 1 + clip_coef))
+    policy_loss = -weighted_mean(surrogate, weight)
+
+    error = (value - batch["return"]).square()
+    if config.clip_vloss:
+        clipped = batch["value"] + (value - batch["value"]).clamp(-clip_coef, clip_coef)
+        error = torch.maximum(error, (clipped - batch["return"]).square())
+    value_loss = 0.5 * weighted_mean(error, weight)
+
+    entropy = weighted_mean(policy.entropy(), weight)
+    total = policy_loss - config.ent_coef * entropy + config.vf_coef * value_loss
+    terms = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "log_ratio": log_ratio}
+    return total, {name: x.detach() for name, x in terms.items()}
+
+
+@torch.no_grad()
+def diagnostics(terms: dict[str, Tensor], weight: Tensor, clip_coef: float) -> dict[str, Tensor]:
+    """The metrics of one minibatch; the two estimates of KL(old || new) are k1 and k3 of Schulman 2020."""
+    log_ratio = terms.pop("log_ratio")
+    ratio = log_ratio.exp()
+    terms["old_approx_kl"] = weighted_mean(-log_ratio, weight)
+    terms["approx_kl"] = weighted_mean(ratio - 1 - log_ratio, weight)
+    terms["clipfrac"] = weighted_mean(((ratio - 1).abs() > clip_coef).float(), weight)
+    return {f"losses/{name}": x for name, x in terms.items()}
+
+
+def check(config: Config, run: Run) -> None:
+    """Refuse sizes that do not divide, before anything is made."""
+    samples, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
+    if config.memory != "none":
+        samples, unit = run.num_envs, "environments (sequences, with a memory)"
+    if config.num_minibatches < 1 or samples % config.num_minibatches:
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        fits = min(divisors, key=lambda n: abs(n - config.num_minibatches))
+        raise UsageError(f"num_minibatches={config.num_minibatches} does not divide {samples} {unit}; nearest: {fits}")
+
+
+def samples_of(x_TN: Tensor, memory: MemoryKind) -> Tensor:
+    """A rollout as B samples: single steps (T * N, ...), or whole sequences (N, T, ...) for a memory."""
+    return x_TN.flatten(0, 1) if memory == "none" else x_TN.transpose(0, 1)
+
+
+def shuffled(batch: dict[str, Any], order_B: Tensor, num_minibatches: int) -> list[dict[str, Any]]:
+    """The batch in a new order, gathered once and cut into equal minibatches."""
+    shuffled_B = tree_map(lambda x: x[order_B], batch)
+    size = len(order_B) // num_minibatches
+    return [tree_map(lambda x: x[i : i + size], shuffled_B) for i in range(0, len(order_B), size)]  # noqa: B023
+
+
+def train(config: Config, run: Run) -> Agent:
+    check(config, run)
+    agent = run.place(Agent(run.spec, config))
+    opt = run.optimizer(agent.parameters(), config.learning_rate, clip=config.max_grad_norm, eps=config.adam_eps)
+    reward_scale = run.place(RewardScale(run.num_envs, config.gamma))
+    act, loss_fn = run.compile(agent.act), run.compile(loss)
+    run.state(agent=agent, opt=opt, reward_scale=reward_scale)
+
+    for progress in run.ticks():
+        learning_rate = config.learning_rate * (1 - progress) if config.anneal_lr else config.learning_rate
+        clip_coef = config.clip_coef * (1 - progress) if config.anneal_clip else config.clip_coef
+        opt.set_lr(learning_rate)
+
+        # Sample: T steps of every environment with the policy as it is now.
+        roll = run.sampler.rollout(act, config.num_steps)
+        rows = roll.rows
+        weight_TN = (~rows.is_last[:-1]).float()  # 0 where the action was ignored; shapes stay fixed
+        with torch.no_grad():
+            last_value_N = agent.act(rows.at(-1), roll.last_state)[2]["value"]
+            if config.norm_reward:
+                rows = rows._replace(reward=reward_scale(rows.reward, rows.is_first, run.moments))
+            value_TN = roll.extras["value"]
+            adv_TN = gae(rows, torch.cat([value_TN, last_value_N[None]]), config.gamma, config.gae_lambda)
+            obs_TN = tree_map(lambda x: x[:-1], rows.obs)
+            batch: dict[str, Any] = {
+                "obs": agent.norm(obs_TN),
+                "is_first": rows.is_first[:-1],
+                "action": roll.action,
+                "log_prob": roll.extras["log_prob"],
+                "value": value_TN,
+                "adv": adv_TN,
+                "return": adv_TN + value_TN,
+                "weight": weight_TN,
+            }
+            variance = explained_variance(value_TN, batch["return"], weight_TN)
+            if config.norm_obs:
+                agent.norm.update(run.moments, obs_TN, weight_TN)
+            batch = tree_map(lambda x: samples_of(x, config.memory), batch)
+            if config.memory != "none":
+                batch["state"] = roll.first_state
+
+        # Learn: several passes over the same samples.
+        for epoch in range(1, config.update_epochs + 1):  # noqa: B007
+            order_B = torch.randperm(len(batch["adv"]), device=run.device)
+            for minibatch in shuffled(batch, order_B, config.num_minibatches):
+                total, terms = loss_fn(agent, minibatch, config, clip_coef)
+                grad_metrics = opt.step(total)
+            metrics = diagnostics(terms, minibatch["weight"], clip_coef)
+            if config.target_kl > 0 and run.agree(metrics["losses/approx_kl"] > config.target_kl):
+                break
+
+        run.log(
+            metrics
+            | grad_metrics
+            | {
+                "losses/explained_variance": variance,
+                "losses/epochs": epoch,
+                "charts/learning_rate": learning_rate,
+            }
+        )
+    return agent

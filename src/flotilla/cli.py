@@ -1,0 +1,366 @@
+"""The command line: which command, flags and presets; and one clear line for whatever a user gets wrong.
+
+Everything heavy is imported by the command that needs it, so that `flotilla --help` answers at once.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from flotilla import __version__
+from flotilla.core.config import RunConfig
+from flotilla.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    UsageError,
+    nearest,
+)
+from flotilla.core.names import ALGORITHMS, load
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry
+
+# The names that people bring along from other packages.
+ALIASES = {
+    "--task": "--env-id",
+    "--envs": "--num-envs",
+    "--logdir": "--run-dir",
+    "--configs": "--preset",
+}
+
+HELP = f"""usage: flotilla <command> [options]
+
+  train <algorithm>     train an agent; the run is a directory that `eval` reads
+  eval RUN              play episodes with the agent of a run
+  envs [FILTER]         list the environments that can be trained on
+  describe <algorithm>  show the configuration, the spaces and the parameters, without training
+  doctor                look at this machine and say what to change
+
+  <algorithm>           {", ".join(ALGORITHMS)}
+  --version             print the version
+  --help                after a command, too: `flotilla train ppo --help` lists every flag
+
+first steps:
+  flotilla train ppo --env-id CartPole-v1
+  flotilla train ppo --env-id BreakoutNoFrameskip-v4 --num-envs 16
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
+        return code
+    except UsageError as error:
+        print("flotilla:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away, as `head` does; the interpreter's own flush at exit must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train,
+        "eval": _eval,
+        "envs": _envs,
+        "describe": _describe,
+        "doctor": _doctor,
+    }
+    if not arguments:
+        raise UsageError(f"no command given (choose from {', '.join(commands)}; flotilla --help explains them)")
+    name, *rest = arguments
+    if name in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return EXIT_DONE
+    if name == "--version":
+        print("flotilla", __version__)
+        return EXIT_DONE
+    if name not in commands:
+        kind = "flag" if name.startswith("-") else "command"
+        raise UsageError(f"unknown {kind} '{name}' ({nearest(name, [*commands, '--help', '--version'])})")
+    return commands[name](rest)
+
+
+def _train(arguments: list[str]) -> int:
+    asked = _configure("train", "Train an agent.", arguments)
+    from flotilla.run import train
+
+    return train(asked.algorithm, asked.run_config, asked.config, asked.presets, ["train", *arguments])
+
+
+def _describe(arguments: list[str]) -> int:
+    asked = _configure("describe", "Show what `train` would build.", arguments)
+    from flotilla.run import describe
+
+    with _only_json_on_stdout(asked.json):
+        description = describe(asked.algorithm, asked.run_config, asked.config)
+    if asked.json:
+        print(json.dumps(description))
+        return EXIT_DONE
+    parameters = {name: f"{count:,}" for name, count in description["modules"].items()}
+    parameters["total"] = f"{description['num_parameters']:,}"
+    _print_table(["option", "value"], description["config"].items())
+    _print_table(["space", "value"], description["spaces"].items())
+    _print_table(["module", "parameters"], parameters.items())
+    return EXIT_DONE
+
+
+def _eval(arguments: list[str]) -> int:
+    import tyro
+
+    @dataclass(frozen=True, kw_only=True)
+    class Flags:
+        # directory of the run, as `train` printed it
+        run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = tyro.MISSING
+        episodes: int = 20  # episodes to play
+        policy: Literal["auto", "mode", "sample"] = "auto"  # most likely action, or a draw; auto: as in training
+        seed: int = 0  # root of the evaluation's random streams
+        checkpoint: str = ""  # directory of a checkpoint; empty: the run's last one
+        video: bool = False  # MP4 of one episode in RUN/videos
+        json: bool = False  # print one JSON object instead of a table
+
+    flags = _parse("flotilla eval", "Play episodes with the agent of a run.", Flags(), arguments)
+    if flags.episodes < 1:
+        raise UsageError(f"--episodes {flags.episodes} plays nothing (give 1 or more)")
+    from flotilla.run import evaluate_run
+
+    with _only_json_on_stdout(flags.json):
+        result = evaluate_run(
+            Path(flags.run),
+            flags.episodes,
+            policy="" if flags.policy == "auto" else flags.policy,
+            seed=flags.seed,
+            video=flags.video,
+            checkpoint=flags.checkpoint,
+        )
+    if flags.json:
+        print(json.dumps(result))
+    else:
+        _print_table(["measure", "value"], result.items())
+    return EXIT_DONE
+
+
+def _envs(arguments: list[str]) -> int:
+    import tyro
+
+    @dataclass(frozen=True, kw_only=True)
+    class Flags:
+        # show only ids or suites that contain this text
+        filter: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILTER]")] = ""
+        json: bool = False  # print one JSON list instead of a table
+
+    flags = _parse("flotilla envs", "List the environments.", Flags(), arguments)
+    from flotilla.envs.make import list_envs, unknown
+
+    with _only_json_on_stdout(flags.json):
+        entries = list_envs(flags.filter)
+    if not entries:
+        raise unknown(flags.filter)
+    if flags.json:
+        print(json.dumps([asdict(entry) for entry in entries]))
+    else:
+        rows = ((entry.env_id, entry.suite, "yes" if entry.installed else "no") for entry in entries)
+        _print_table(["environment", "suite", "installed"], rows)
+    return EXIT_DONE
+
+
+def _doctor(arguments: list[str]) -> int:
+    @dataclass(frozen=True, kw_only=True)
+    class Flags:
+        json: bool = False  # print one JSON object instead of a table
+
+    flags = _parse("flotilla doctor", "Look at this machine and say what to change.", Flags(), arguments)
+    from flotilla.doctor import examine
+
+    with _only_json_on_stdout(flags.json):
+        findings = examine()
+    healthy = not any(finding.level == "must" for finding in findings)
+    if flags.json:
+        print(json.dumps({"healthy": healthy, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        _print_table(["topic", "found", "", "what to change"], ((f.topic, f.found, f.level, f.fix) for f in findings))
+    return EXIT_DONE if healthy else EXIT_FAILED
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line of `train` or `describe` asks for."""
+
+    algorithm: str
+    run_config: RunConfig
+    config: Any
+    presets: list[str]
+    json: bool
+
+
+def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
+    """Defaults, then presets, then flags.
+
+    The flags are read twice: once to learn the presets and the environment, and once on top of the presets.
+    """
+    algorithm, *tokens = arguments or [""]
+    if algorithm in ("-h", "--help"):
+        print(f"usage: flotilla {command} <algorithm> [options]\n\n{description}\n")
+        print(f"<algorithm> is one of: {', '.join(ALGORITHMS)}. After it, --help lists its flags.")
+        raise SystemExit(EXIT_DONE)
+    if not algorithm or algorithm.startswith("-"):
+        raise UsageError(f"{command} needs an algorithm first (flotilla {command} {'|'.join(ALGORITHMS)} ...)")
+    bare = load("algorithm", ALGORITHMS, algorithm).Config()
+    from flotilla.core import presets
+    from flotilla.envs.make import suite_of
+
+    prog = f"flotilla {command} {algorithm}"
+    description += " The defaults shown are those without a preset."
+    with_json = command == "describe"
+    flags = _parse(prog, description, _blank(algorithm, RunConfig(), bare, with_json), tokens)
+    names = list(flags.preset)
+    if not names:
+        names = [presets.for_suite(suite_of(flags.run.env_id))]
+        if names != [presets.NONE]:
+            told = f"preset: {names[0]} (for {flags.run.env_id}; --preset none turns this off)"
+            print(told, file=sys.stderr)
+    run_config, config = presets.apply(names, algorithm, RunConfig(), bare)
+    flags = _parse(prog, description, _blank(algorithm, run_config, config, with_json), tokens)
+    return _Asked(algorithm, flags.run, getattr(flags, algorithm), names, with_json and flags.json)
+
+
+def _blank(algorithm: str, run_config: RunConfig, config: Any, with_json: bool) -> Any:
+    """The flags of `train` or `describe`, nothing typed yet; its fields' names title the groups of --help."""
+    from tyro.conf import UseAppendAction, arg
+
+    preset = arg(
+        name="preset",
+        metavar="NAME|FILE.yaml",
+        help="values for many flags at once; may be repeated, the last one wins, flags win over all. "
+        "Without it the environment chooses one; none: bare defaults.",
+    )
+    as_json = arg(name="json", help="print one JSON object instead of tables")
+    groups: list[tuple[str, Any, Any]] = [
+        ("preset", Annotated[list[str], UseAppendAction, preset], field(default_factory=list)),
+        *([("json", Annotated[bool, as_json], False)] if with_json else []),
+        ("run", RunConfig, run_config),
+        (algorithm, type(config), config),
+    ]
+    return make_dataclass("Flags", groups, frozen=True, kw_only=True)()
+
+
+def _parse(prog: str, description: str, blank: Any, tokens: list[str]) -> Any:
+    """`tokens` read by tyro as the type of `blank`, which holds the defaults; UsageError where it refuses."""
+    import tyro
+
+    tokens = list(_spelled_out(prog, _flags_of(blank), tokens))
+    refusal = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(refusal):
+            return tyro.cli(
+                type(blank),
+                prog=prog,
+                description=description,
+                args=tokens,
+                default=blank,
+                config=(tyro.conf.OmitArgPrefixes,),
+                registry=_numbers(),
+            )
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise UsageError(f"{_essence(refusal.getvalue())} (see {prog} --help)") from None
+
+
+def _flags_of(blank: Any) -> set[str]:
+    """Every flag that fills a field of the dataclass or of the dataclasses in it."""
+    flags = {"--help"}
+    for entry in fields(blank):
+        value = getattr(blank, entry.name)
+        if is_dataclass(value):
+            flags |= _flags_of(value)
+            continue
+        name = entry.name.replace("_", "-")
+        flags.add(f"--{name}")
+        if isinstance(value, bool):
+            flags.add(f"--no-{name}")
+    return flags
+
+
+def _spelled_out(prog: str, flags: set[str], tokens: list[str]) -> Iterator[str]:
+    """The tokens with aliases replaced; an unknown flag names the nearest one."""
+    for token in tokens:
+        typed, equals, value = token.partition("=")
+        if not typed.startswith("--"):
+            yield token
+            continue
+        if token == "--parallel" and "--backend" in flags:
+            yield from ("--backend", "workers")
+            continue
+        flag = typed.replace("_", "-")
+        flag = ALIASES.get(flag, flag)
+        if flag not in flags:
+            raise UsageError(f"unknown flag '{typed}' ({nearest(flag, flags)}; see {prog} --help)")
+        yield flag + equals + value
+
+
+def _numbers() -> "ConstructorRegistry":
+    """Teaches tyro that 1e6 is a whole number too."""
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    from flotilla.core.presets import whole_number
+
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def whole(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+        if info.type is not int:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="INT",
+            instance_from_str=lambda texts: whole_number(texts[0]),
+            is_instance=lambda value: type(value) is int,
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
+
+
+def _essence(box: str) -> str:
+    """The sentence in the box that tyro draws around an error: from its title to its first rule."""
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", row).strip(" │|") for row in box.splitlines()]
+    sentence = []
+    for row in rows[1:]:
+        if not re.search(r"\w", row):
+            break
+        sentence.append(row)
+    return " ".join(sentence or rows)
+
+
+@contextlib.contextmanager
+def _only_json_on_stdout(wanted: bool) -> Iterator[None]:
+    """Sends what libraries print on stdout to stderr, where the caller prints one JSON object there."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+def _print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console(highlight=False).print(table)

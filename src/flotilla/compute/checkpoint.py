@@ -1,0 +1,93 @@
+"""Checkpoints: a directory of safetensors and JSON with a manifest of hashes, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flotilla.core.errors import UsageError
+
+MODEL, TRAINER, COUNTERS, MANIFEST = (
+    "model.safetensors",
+    "trainer.safetensors",
+    "counters.json",
+    "manifest.json",
+)
+
+
+def save(
+    root: Path,
+    step: int,
+    model: Mapping[str, Tensor],
+    trainer: Mapping[str, Tensor],
+    counters: Mapping[str, Any],
+    keep_last: int = 2,
+) -> Path:
+    """Write `root`/step_<step> through a temporary directory and a rename; older ones beyond `keep_last` go."""
+    target = root / f"step_{step:012d}"
+    temporary = root / f".{target.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        for name, tensors in ((MODEL, model), (TRAINER, trainer)):
+            save_file({key: x.detach().cpu().contiguous() for key, x in tensors.items()}, temporary / name)
+        (temporary / COUNTERS).write_text(json.dumps(counters, indent=1))
+        hashes = {name: _sha256(temporary / name) for name in (MODEL, TRAINER, COUNTERS)}
+        (temporary / MANIFEST).write_text(json.dumps(hashes, indent=1))
+        for file in temporary.iterdir():
+            _sync(file)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        _sync(root)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in valid(root)[:-keep_last]:
+        shutil.rmtree(old)
+    return target
+
+
+def valid(root: Path) -> list[Path]:
+    """The checkpoints in `root` whose files are what their manifest says, oldest first."""
+    return [path for path in sorted(root.glob("step_*")) if _is_whole(path)]
+
+
+def load_model(path: Path) -> dict[str, Tensor]:
+    """The weights and statistics of a checkpoint."""
+    return load_file(path / MODEL)
+
+
+def newest(root: Path) -> Path:
+    """The newest valid checkpoint below a run's directory."""
+    found = valid(root)
+    if not found:
+        raise UsageError(f"no valid checkpoint in {root} (train with --run-dir {root.parent} first)")
+    return found[-1]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        hashes = json.loads((path / MANIFEST).read_text())
+        return all(_sha256(path / name) == value for name, value in hashes.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

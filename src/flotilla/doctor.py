@@ -1,0 +1,166 @@
+"""Looks at this machine as a run will find it, and says for each finding whether and how to change it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from flotilla.envs.make import installed_suites
+
+GIB = 2**30
+CGROUPS = Path("/sys/fs/cgroup")
+SHM_BYTES = GIB // 4  # a container's usual 64 MiB hold neither image batches nor a data loader
+MEMORY_BYTES = GIB  # torch, one simulator and a small network need most of it
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about the machine; `level` says whether `fix` has to be followed."""
+
+    topic: str
+    found: str
+    level: Literal["ok", "could", "must"] = "ok"
+    fix: str = ""
+
+
+def examine() -> list[Finding]:
+    """All findings; takes seconds, because the suites are imported. The machine is left as it is."""
+    return [*_software(), *_processors(), *_memory(), _gpu(), _compiler(), *_suites()]
+
+
+def _software() -> list[Finding]:
+    findings = [Finding("Python", f"{sys.version.split()[0]} at {sys.executable}")]
+    for requirement in metadata.requires("flotilla") or []:
+        if "extra ==" in requirement:
+            continue
+        name = re.split(r"[^\w.-]", requirement)[0]
+        try:
+            findings.append(Finding(name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            findings.append(Finding(name, "missing", "must", f"pip install '{requirement}'"))
+    return findings
+
+
+def _processors() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    limit = cpu_limit()
+    usable = min(cores, limit or cores)
+    found = f"{cores} usable of {os.cpu_count()}" + (f", the cgroup grants {limit:g}" if limit else "")
+    findings = [Finding("CPU cores", found)]
+    threads = torch.get_num_threads()
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    found = f"{threads} (OMP_NUM_THREADS {setting or 'not set'})"
+    if threads > max(1, usable):
+        fix = f"export OMP_NUM_THREADS={max(1, int(usable))}: threads beyond the cores wait for each other"
+        findings.append(Finding("torch threads", found, "could", fix))
+    else:
+        findings.append(Finding("torch threads", found))
+    return findings
+
+
+def _memory() -> list[Finding]:
+    machine = psutil.virtual_memory()
+    limit = memory_limit_bytes()
+    found = f"{machine.available / GIB:.1f} GiB free of {machine.total / GIB:.1f}"
+    if limit is not None:
+        found += f", the cgroup grants {limit / GIB:.1f}"
+    low = min(machine.available, limit or machine.available) < MEMORY_BYTES
+    fix = f"give it {MEMORY_BYTES / GIB:g} GiB or more (docker run --memory, sbatch --mem)" if low else ""
+    findings = [Finding("memory", found, "must" if low else "ok", fix)]
+    if Path("/dev/shm").is_dir():
+        size = shutil.disk_usage("/dev/shm").total
+        small = size < SHM_BYTES
+        fix = "docker run --shm-size=2g: processes pass observations through it" if small else ""
+        findings.append(Finding("/dev/shm", f"{size / GIB:.2f} GiB", "could" if small else "ok", fix))
+    return findings
+
+
+def _gpu() -> Finding:
+    driver = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Finding("GPU", f"{', '.join(names)}; CUDA {torch.version.cuda}; driver: {driver or 'unknown'}")
+    if not driver:
+        return Finding("GPU", "none: runs use the CPU")
+    found = f"{driver}, but torch {torch.__version__} does not see it"
+    if torch.version.cuda is None:
+        return Finding("GPU", found, "must", "install a CUDA build of torch: https://pytorch.org/get-started")
+    fix = f"a driver for CUDA {torch.version.cuda}, and CUDA_VISIBLE_DEVICES not empty"
+    return Finding("GPU", found, "must", fix)
+
+
+def _compiler() -> Finding:
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+        if shutil.which(name):
+            return Finding("C++ compiler", _output(name, "--version").partition("\n")[0] or name)
+    fix = "apt-get install g++: --compile default needs one"
+    return Finding("C++ compiler", "none", "could", fix)
+
+
+def _suites() -> list[Finding]:
+    return [
+        Finding(f"suite {suite}", "installed")
+        if state == "ok"
+        else Finding(f"suite {suite}", "missing", "could", state)
+        for suite, state in installed_suites().items()
+    ]
+
+
+def cpu_limit() -> float | None:
+    """Cores that the control group grants, a fraction where it says so; None without a limit."""
+    limits = []
+    for folder in _own_cgroups():
+        if maximum := _text(folder / "cpu.max"):  # version 2: "quota period", both in us
+            quota, period = maximum.split()
+        else:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def memory_limit_bytes() -> int | None:
+    """Bytes that the control group grants; None without a limit."""
+    limits = []
+    for folder in _own_cgroups():
+        limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
+        if limit.isdigit() and int(limit) < psutil.virtual_memory().total:  # version 1 writes 2**63 for none
+            limits.append(int(limit))
+    return min(limits, default=None)
+
+
+def _own_cgroups() -> list[Path]:
+    """The folders of this process's control groups and of all above them: each of them limits it."""
+    folders = {CGROUPS}
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        for root in (CGROUPS / controllers, *(CGROUPS / name for name in controllers.split(","))):
+            folder = root / path.lstrip("/")
+            folders |= {folder, *(above for above in folder.parents if above.is_relative_to(root))}
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    """What a command prints; empty where it is missing, fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

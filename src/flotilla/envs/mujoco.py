@@ -1,0 +1,48 @@
+"""Gymnasium's MuJoCo robots, versions 4 and 5."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+
+from flotilla.envs import registered
+from flotilla.envs.make import EnvOptions
+
+NAME = "mujoco"
+EXTRA = "mujoco"
+PACKAGES = ("mujoco",)
+OPTIONS: tuple[str, ...] = ()
+TRAINING_ONLY: tuple[Any, ...] = ()
+CHECK_IDS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v4")
+
+# Simulator steps per environment step; the classes say so only once they are made.
+FRAME_SKIP = {"Reacher": 2, "InvertedPendulum": 2, "Hopper": 4, "Swimmer": 4, "Walker2d": 4}
+FRAME_SKIP_OF_OTHERS = 5
+
+
+def ids() -> Sequence[str]:
+    return registered.from_module("gymnasium.envs.mujoco")
+
+
+def matches(env_id: str) -> bool:
+    return env_id in ids()
+
+
+def frames_per_step(env_id: str, options: EnvOptions) -> int:
+    return FRAME_SKIP.get(env_id.partition("-")[0], FRAME_SKIP_OF_OTHERS)
+
+
+def make(env_id: str, options: EnvOptions) -> gym.Env[Any, Any]:
+    if options.render_mode == "rgb_array":
+        draw_without_display()
+    return registered.make(env_id, options)
+
+
+def draw_without_display() -> None:
+    """Lets MuJoCo draw through EGL where there is no screen and the user chose nothing."""
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")

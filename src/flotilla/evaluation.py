@@ -1,0 +1,124 @@
+"""Evaluation: whole episodes on separate environments, scored in raw rewards, and one of them on video."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import torch
+from torch import nn
+
+from flotilla.core.config import RunConfig
+from flotilla.core.errors import UsageError
+from flotilla.core.seeding import stream_seed
+from flotilla.core.types import Act, Episode
+from flotilla.envs.make import EnvOptions, make_env
+from flotilla.monitor.video import VideoWriter
+from flotilla.sampling.choose import make_backend
+from flotilla.sampling.sampler import Sampler
+from flotilla.sampling.sync import SyncBackend
+
+CHUNK_STEPS = 32  # between two looks at which episodes ended
+MAX_VIDEO_FRAMES = 5_000  # a policy that never ends its episode must not fill the disk
+
+
+class Agent(nn.Module):
+    """What an evaluation needs of an algorithm's agent: weights, and `act` that follows train() and eval()."""
+
+    act: Act
+
+
+def options_of(config: RunConfig, *, training: bool, render: bool = False) -> EnvOptions:
+    """The environment options that a run's configuration asks for."""
+    return EnvOptions(
+        training=training,
+        obs_type=config.obs_type,
+        image_size=config.image_size,
+        action_repeat=config.action_repeat,
+        render_mode="rgb_array" if render else None,
+    )
+
+
+@contextlib.contextmanager
+def _acting(agent: nn.Module, policy: str, seed: int) -> Iterator[None]:
+    """The agent as an evaluation uses it; training's mode and random streams are as before afterwards."""
+    was_training = agent.training
+    agent.train(policy == "sample")
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(stream_seed(seed, "evaluation policy"))
+            yield
+    finally:
+        agent.train(was_training)
+
+
+class Evaluator:
+    """A run's evaluation environments, made once; every evaluation starts them anew from the same seeds."""
+
+    def __init__(self, config: RunConfig, device: torch.device, episodes: int) -> None:
+        if episodes < 1:
+            raise UsageError(f"an evaluation needs at least 1 episode, not {episodes}")
+        self._config, self._device, self._episodes = config, device, episodes
+        self._num_envs = min(episodes, 10)
+
+    def run(self, agent: Any, policy: str, stopped: Callable[[], bool] = lambda: False) -> list[Episode]:
+        """Scores `episodes` episodes, divided evenly over environments so that short ones have no advantage.
+
+        Ends early, with the episodes that are whole, when `stopped` says so.
+        """
+        backend = make_backend(
+            self._config,
+            options_of(self._config, training=False),
+            num_envs=self._num_envs,
+            purpose="evaluation",
+        )
+        sampler = Sampler(backend, self._device)
+        quota = [len(range(i, self._episodes, self._num_envs)) for i in range(self._num_envs)]
+        scored: list[Episode] = []
+        try:
+            with _acting(agent, policy, self._config.seed):
+                while any(quota) and not stopped():
+                    sampler.rollout(agent.act, CHUNK_STEPS)
+                    for episode in sampler.drain_episodes():
+                        if quota[episode.env_index]:
+                            quota[episode.env_index] -= 1
+                            scored.append(episode)
+        finally:
+            sampler.close()
+        return scored
+
+
+def summary(episodes: list[Episode]) -> dict[str, float | int]:
+    """Mean and standard deviation (of the population) of the returns, mean length, number of episodes."""
+    returns = [episode.episodic_return for episode in episodes]
+    return {
+        "episodic_return_mean": statistics.fmean(returns),
+        "episodic_return_std": statistics.pstdev(returns),
+        "episodic_length_mean": statistics.fmean(episode.length_steps for episode in episodes),
+        "episodes": len(episodes),
+    }
+
+
+def record_video(config: RunConfig, agent: Any, device: torch.device, path: Path, policy: str) -> int:
+    """An MP4 of one evaluation episode; returns its number of frames."""
+    env = make_env(config.env_id, options_of(config, training=False, render=True))
+    seed = stream_seed(config.seed, "video")
+    sampler = Sampler(SyncBackend([lambda: env], [seed]), device)
+    frames = 0
+    try:
+        with _acting(agent, policy, seed), VideoWriter(path, _frames_per_s(env)) as video:
+            while not sampler.drain_episodes() and frames < MAX_VIDEO_FRAMES:
+                sampler.rollout(agent.act, 1)
+                video.add(env.render())
+                frames += 1
+    finally:
+        sampler.close()
+    return frames
+
+
+def _frames_per_s(env: gym.Env[Any, Any]) -> float:
+    return float(env.metadata.get("render_fps") or 30)

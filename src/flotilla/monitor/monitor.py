@@ -1,0 +1,197 @@
+"""The monitor of a run: takes what happens, and shows, counts and writes it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from flotilla.core.types import Episode
+from flotilla.monitor.dashboard import Dashboard, Mode, View
+from flotilla.monitor.meters import EnvState, Rates
+from flotilla.monitor.plots import learning_curve
+from flotilla.monitor.records import METRICS, Aggregator
+from flotilla.monitor.resources import Resources
+from flotilla.monitor.writers import Writers
+
+State = Literal["running", "done", "preempted", "interrupted", "failed"]
+
+RECENT_EPISODES = 100
+STATUS_EVERY_S = 1.0
+
+
+class Monitor:
+    """What a run tells people, and the files it leaves in its directory.
+
+    Call `tick` once before the first iteration, so that it counts in the rates, and once after each.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        title: str,
+        total_steps: int,
+        num_envs: int,
+        frames_per_step: int,
+        dashboard: Mode,
+        log_every_s: float,
+        device: str,
+    ) -> None:
+        self._run_dir = run_dir
+        self._log_every_s = log_every_s
+        self._started_s = time.monotonic()
+        self._next_log_s = self._started_s + log_every_s
+        self._next_status_s = 0.0
+        self._logged_steps = -1
+        self._closed = False
+        self._aggregator = Aggregator()
+        self._rates = Rates()
+        self._spent_s: dict[str, float] = {}
+        self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+        self._evaluation: dict[str, float] | None = None
+        self._envs = [EnvState() for _ in range(num_envs)]
+        self._resources = Resources(device)
+        self._writers = Writers(run_dir)
+        self._view = View(title, total_steps, self._envs, frames_per_step=frames_per_step)
+        self.set_status("running")
+        self._dashboard = Dashboard(self._view, dashboard)
+
+    def add(self, metrics: Mapping[str, Tensor | float]) -> None:
+        """Metrics of one iteration, by a key of METRICS; tensors stay on their device until the log line."""
+        self._aggregator.add(metrics)
+
+    def episodes(self, episodes: Sequence[Episode]) -> None:
+        """Training episodes that have ended."""
+        if not episodes:
+            return
+        elapsed_s = self._elapsed_s()
+        self._writers.episodes(elapsed_s, episodes)
+        view = self._view
+        for episode in episodes:
+            self._envs[episode.env_index].add(elapsed_s, episode)
+            self._recent.append(episode.episodic_return)
+            self._aggregator.add(
+                {
+                    "charts/episodic_return": episode.episodic_return,
+                    "charts/episodic_length": episode.length_steps,
+                    "env/episodes": 1,
+                }
+            )
+        view.episodes += len(episodes)
+        view.last_return = episodes[-1].episodic_return
+        best = max(episode.episodic_return for episode in episodes)
+        view.best_return = best if view.best_return is None else max(best, view.best_return)
+
+    def restart(self, env_index: int) -> None:
+        """An environment crashed and was restarted."""
+        self._envs[env_index].restarts += 1
+        self._aggregator.add({"env/restarts": 1})
+
+    def times(self, *, env: float, inference: float, learning: float, waiting: float) -> None:
+        """Seconds spent on each since the run began."""
+        self._spent_s = {"env": env, "inference": inference, "learning": learning, "waiting": waiting}
+
+    def tick(self, env_steps: int, *, last: bool = False) -> None:
+        """An iteration has ended, after so many environment steps of the run: log and redraw what is due."""
+        now_s = time.monotonic()
+        self._view.env_steps = env_steps
+        if last or self._rates.due(now_s):
+            self._rates.add(now_s, env_steps, self._spent_s)
+        if last or now_s >= self._next_log_s:
+            self._next_log_s = now_s + self._log_every_s
+            self._log()
+        if last or now_s >= self._next_status_s:
+            self.set_status("running")
+        if self._dashboard.due(now_s):
+            self._update_view()
+            self._dashboard.refresh(now_s)
+
+    def evaluation(self, env_steps: int, episodes: Sequence[Episode]) -> None:
+        """The episodes of an evaluation of the policy that had learned from so many environment steps."""
+        returns = [episode.episodic_return for episode in episodes]
+        values = {
+            "eval/episodic_return_mean": statistics.fmean(returns),
+            "eval/episodic_return_std": statistics.pstdev(returns),
+            "eval/episodic_length_mean": statistics.fmean(episode.length_steps for episode in episodes),
+            "eval/episodes": float(len(episodes)),
+        }
+        self._writers.metrics(env_steps, self._elapsed_s(), values)
+        mean, std = values["eval/episodic_return_mean"], values["eval/episodic_return_std"]
+        self._evaluation = {"env_steps": env_steps}
+        self._evaluation |= {key.removeprefix("eval/"): value for key, value in values.items()}
+        self._view.eval_return = mean
+        self.set_status("running")
+        count = f"{len(episodes)} episode{'s' if len(episodes) > 1 else ''}"
+        self.note(f"evaluation at {env_steps:,} env steps: return {mean:,.2f} ± {std:,.2f} over {count}")
+
+    def note(self, text: str) -> None:
+        """A line for people: above the live dashboard, or between the plain lines."""
+        self._dashboard.note(text)
+
+    def set_status(self, state: State, **more: Any) -> None:
+        """Replace status.json."""
+        self._next_status_s = time.monotonic() + STATUS_EVERY_S
+        self._view.state = state
+        status = {
+            "state": state,
+            "env_steps": self._view.env_steps,
+            "total_timesteps": self._view.total_steps,
+            "episodes": self._view.episodes,
+            "episodic_return_mean": self._mean_return(),
+            "env_steps_per_s": self._rates.env_steps_per_s,
+            "elapsed_s": round(self._elapsed_s(), 3),
+            "eval": self._evaluation,
+        }
+        self._writers.status(status | more)
+
+    def close(self, state: State, message: str = "") -> None:
+        """The last log line, the learning curve, the status, and the terminal back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._view.env_steps != self._logged_steps:
+                self._log()
+            self._writers.guarded(lambda: learning_curve(self._run_dir))
+            self.set_status(state, message=message)
+            if message:
+                self.note(message)
+            self._update_view()
+        finally:
+            self._dashboard.close()
+            self._writers.close()
+
+    def _log(self) -> None:
+        values = self._aggregator.fetch()
+        values |= {"charts/episodes": float(self._view.episodes), "time/elapsed_s": self._elapsed_s()}
+        rate = self._rates.env_steps_per_s
+        if rate is not None:
+            values["time/env_steps_per_s"] = rate
+            values["time/frames_per_s"] = rate * self._view.frames_per_step
+        values |= {f"time/share_{part}": share for part, share in self._rates.shares.items()}
+        values |= self._resources.sample()
+        self._writers.metrics(self._view.env_steps, self._elapsed_s(), values)
+        self._logged_steps = self._view.env_steps
+        losses = self._view.losses | values
+        shown = ("losses/", "charts/learning_rate")
+        self._view.losses = {key: losses[key] for key in METRICS if key in losses and key.startswith(shown)}
+
+    def _update_view(self) -> None:
+        view = self._view
+        view.elapsed_s = self._elapsed_s()
+        view.env_steps_per_s = self._rates.env_steps_per_s
+        view.shares = self._rates.shares
+        view.mean_return = self._mean_return()
+        view.resources = self._resources.sample()
+
+    def _mean_return(self) -> float | None:
+        return statistics.fmean(self._recent) if self._recent else None
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s

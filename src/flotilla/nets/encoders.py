@@ -1,0 +1,166 @@
+"""Encoders: from vector, image and dict observations to one feature vector.
+
+Shape legend: ... leading dimensions, B batch, D features, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flotilla.core.errors import UsageError
+from flotilla.core.types import Obs
+from flotilla.nets.layers import Moments, RunningNorm, mlp, orthogonal
+
+CnnKind = Literal["nature", "impala"]
+
+
+def is_image(space: gym.Space[Any]) -> bool:
+    """Whether a space is a stack of uint8 frames or a uint8 colour picture."""
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+def has_image(space: gym.Space[Any]) -> bool:
+    """Whether an observation space is or contains an image."""
+    parts = space.spaces.values() if isinstance(space, gym.spaces.Dict) else (space,)
+    return any(is_image(part) for part in parts)
+
+
+class Nature(nn.Sequential):
+    """The convolutions of Mnih et al. 2015: 32 x 8s4, 64 x 4s2, 64 x 3s1, 512 features."""
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        convolutions = nn.Sequential(
+            orthogonal(nn.Conv2d(channels, 32, 8, stride=4)),
+            nn.ReLU(inplace=True),
+            orthogonal(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(inplace=True),
+            orthogonal(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+        )
+        if min(height, width) < 36:
+            raise UsageError(f"images of {height}x{width} are too small for --cnn nature (36x36); use --cnn impala")
+        with torch.no_grad():
+            flat = convolutions(torch.zeros(1, channels, height, width)).shape[1]
+        super().__init__(*convolutions, orthogonal(nn.Linear(flat, 512)), nn.ReLU(inplace=True))
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions added to their input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(torch.relu(self.first(torch.relu(x))))
+
+
+class Impala(nn.Sequential):
+    """The residual convolutions of Espeholt et al. 2018 (16, 32, 32 channels), 256 features."""
+
+    def __init__(self, channels: int, height: int, width: int) -> None:
+        layers: list[nn.Module] = []
+        for out in (16, 32, 32):
+            layers += [
+                nn.Conv2d(channels, out, 3, padding=1),
+                nn.MaxPool2d(3, stride=2, padding=1),
+                Residual(out),
+                Residual(out),
+            ]
+            channels, height, width = out, (height + 1) // 2, (width + 1) // 2
+        super().__init__(
+            *layers,
+            nn.ReLU(),
+            nn.Flatten(),
+            orthogonal(nn.Linear(channels * height * width, 256)),
+            nn.ReLU(inplace=True),
+        )
+
+
+class ImageEncoder(nn.Module):
+    """A convolutional network on uint8 images (..., C, H, W) or (..., H, W, C): scaled to [0, 1], channels last."""
+
+    def __init__(self, space: gym.spaces.Box, cnn: CnnKind) -> None:
+        super().__init__()
+        first, _, last = space.shape
+        self.channels_first = first < last
+        channels, height, width = space.shape if self.channels_first else (last, *space.shape[:2])
+        self.net = (Nature if cnn == "nature" else Impala)(channels, height, width)
+        self.net.to(memory_format=torch.channels_last)
+        self.output_dim = 512 if cnn == "nature" else 256
+
+    def forward(self, image: Tensor) -> Tensor:
+        leading = image.shape[:-3]
+        x = image.flatten(0, -4) if len(leading) > 1 else image
+        if not self.channels_first:
+            x = x.movedim(-1, -3)
+        x = x.to(torch.float32, memory_format=torch.channels_last).mul_(1 / 255)
+        return self.net(x).unflatten(0, leading) if len(leading) > 1 else self.net(x)
+
+
+class ObsNorm(nn.Module):
+    """Running normalisation of every part of an observation that is no image."""
+
+    def __init__(self, space: gym.Space[Any]) -> None:
+        super().__init__()
+        parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
+        self.norms = nn.ModuleDict(
+            {key: RunningNorm(_box(part).shape) for key, part in parts.items() if not is_image(part)}
+        )
+
+    def forward(self, obs: Obs) -> Obs:
+        if isinstance(obs, dict):
+            return {key: self.norms[key](x) if key in self.norms else x for key, x in obs.items()}
+        return self.norms["obs"](obs) if self.norms else obs  # type: ignore[no-any-return]
+
+    def update(self, moments: Moments, obs: Obs, weight: Tensor) -> None:
+        """Add observations (T, N, ...) where `weight` (T, N) is 1."""
+        parts = obs if isinstance(obs, dict) else {"obs": obs}
+        for key, norm in self.norms.items():
+            norm.update(*moments(parts[key].flatten(0, 1), weight.flatten()))
+
+
+class Encoder(nn.Module):
+    """Features (..., output_dim) of any observation: images by convolutions, vectors by an MLP, concatenated."""
+
+    def __init__(self, space: gym.Space[Any], hidden_sizes: Sequence[int], cnn: CnnKind) -> None:
+        super().__init__()
+        self.is_dict = isinstance(space, gym.spaces.Dict)
+        parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
+        self.image_keys = [key for key, part in parts.items() if is_image(part)]
+        self.vector_keys = [key for key in parts if key not in self.image_keys]
+        self.images = nn.ModuleDict({key: ImageEncoder(_box(parts[key]), cnn) for key in self.image_keys})
+        self.output_dim = sum(int(net.output_dim) for net in self.images.values())  # type: ignore[arg-type]
+        if self.vector_keys:
+            input_dim = sum(int(np.prod(_box(parts[key]).shape)) for key in self.vector_keys)
+            self.vectors = mlp(input_dim, hidden_sizes)
+            self.output_dim += hidden_sizes[-1] if hidden_sizes else input_dim
+        self.ranks = {key: len(_box(part).shape) for key, part in parts.items()}
+
+    def forward(self, obs: Obs) -> Tensor:
+        parts = obs if isinstance(obs, dict) else {"obs": obs}
+        features = [net(parts[key]) for key, net in self.images.items()]
+        if self.vector_keys:
+            flat = [_flatten(parts[key], self.ranks[key]) for key in self.vector_keys]
+            features.append(self.vectors(flat[0] if len(flat) == 1 else torch.cat(flat, -1)))
+        return features[0] if len(features) == 1 else torch.cat(features, -1)
+
+
+def _box(space: gym.Space[Any]) -> gym.spaces.Box:
+    if not isinstance(space, gym.spaces.Box):
+        raise UsageError(f"observation space {space} is not supported (a Box, or a Dict of Boxes)")
+    return space
+
+
+def _flatten(x: Tensor, rank: int) -> Tensor:
+    """The last `rank` dimensions as one, in float32."""
+    x = x.unsqueeze(-1) if rank == 0 else x if rank == 1 else x.flatten(-rank)
+    return x.float()

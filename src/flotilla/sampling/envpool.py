@@ -1,0 +1,129 @@
+"""The EnvPool backend: its C++ simulators (Atari, MuJoCo, DeepMind Control, Procgen, classic, MiniGrid) as rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from flotilla.core.errors import UsageError, nearest
+from flotilla.core.types import Spec
+from flotilla.envs import atari
+from flotilla.envs.make import EnvOptions, suite_of
+from flotilla.sampling.base import Array, Finished, RawEpisodes, RowArrays
+
+DROPPED = ("mission",)  # text, which no network here takes
+
+
+def task_of(env_id: str, options: EnvOptions) -> tuple[str, dict[str, Any]] | None:
+    """EnvPool's name and settings for an id of ours, or None where EnvPool has nothing that is the same."""
+    import envpool
+
+    if game := atari.parse(env_id):
+        name, settings = (
+            f"{''.join(word.capitalize() for word in game.rom.split('_'))}-v5",
+            {
+                "repeat_action_probability": game.sticky,
+                "full_action_space": game.full_action_space,
+                "noop_max": game.noop_max,
+                "use_fire_reset": game.fire_reset,
+                "episodic_life": options.training and game.life_loss,
+            },
+        )
+    elif found := re.fullmatch(r"dmc[_/]([a-z_]+?)[_-]([a-z_]+)", env_id):
+        if options.obs_type == "pixels":
+            return None
+        words = "_".join(found.groups()).split("_")
+        name, settings = (
+            f"{''.join(word.capitalize() for word in words)}-v1",
+            {"frame_skip": options.action_repeat},
+        )
+    else:
+        name, settings = env_id, {}
+    return (name, settings) if name in set(envpool.list_all_envs()) else None
+
+
+class EnvPoolBackend:
+    """One EnvPool in its synchronous mode; NEXT_STEP autoreset is the row contract already."""
+
+    name = "envpool"
+
+    def __init__(self, env_id: str, options: EnvOptions, seeds: Sequence[int], num_threads: int) -> None:
+        import envpool
+
+        task = task_of(env_id, options)
+        if task is None:
+            raise UsageError(
+                f"backend 'envpool' has no environment '{env_id}' ({nearest(env_id, envpool.list_all_envs())}); "
+                "use --backend sync"
+            )
+        self._is_atari = suite_of(env_id) == "atari"
+        self._clip = self._is_atari and options.training
+        self._envs = envpool.make(
+            task[0],
+            env_type="gymnasium",
+            num_envs=len(seeds),
+            num_threads=num_threads,
+            seed=np.asarray(seeds, np.int32),
+            **task[1],
+        )
+        self.num_envs = len(seeds)
+        space = self._envs.action_space
+        self._action_dtype = space.dtype
+        self._bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
+        self._sizes: dict[str, int] = {}  # one-hot sizes of Discrete observation keys
+        self.spec = Spec(self._adapt_space(self._envs.observation_space), self._envs.action_space)
+        self._ended = np.zeros(self.num_envs, bool)
+        self._raw = RawEpisodes(self.num_envs)
+
+    def reset(self, out: RowArrays) -> None:
+        self._write(self._envs.reset()[0], out)
+        out.reward[:] = 0
+        out.is_first[:] = True
+        out.is_last[:] = out.is_terminal[:] = self._ended[:] = False
+
+    def step(self, action: Array, out: RowArrays) -> Sequence[Finished]:
+        if self._bounds is not None:
+            action = np.clip(action, *self._bounds)
+        obs, reward, terminated, truncated, info = self._envs.step(action.astype(self._action_dtype, copy=False))
+        self._write(obs, out)
+        out.is_first[:] = self._ended
+        out.is_terminal[:] = terminated & ~truncated
+        np.logical_or(terminated, truncated, out=self._ended)
+        out.is_last[:] = self._ended
+        out.reward[:] = np.sign(reward) if self._clip else reward
+        out.reward[out.is_first] = 0
+        # With episodic_life `terminated` is a lost life, and info's is the end of the game.
+        whole = truncated | info["terminated"].astype(bool) if self._is_atari else self._ended
+        return self._raw.step(reward, out.is_first, whole)
+
+    def close(self) -> None:
+        self._envs.close()
+
+    def _adapt_space(self, space: gym.Space[Any]) -> gym.Space[Any]:
+        """The space of what `_write` gives: float32 vectors, one-hot choices, no text; DMC's dict as one vector."""
+        if isinstance(space, gym.spaces.Dict):
+            parts = {key: part for key, part in space.spaces.items() if key not in DROPPED}
+            if all(isinstance(part, gym.spaces.Box) and part.dtype == np.float64 for part in parts.values()):
+                size = sum(int(np.prod(part.shape or (1,))) for part in parts.values())
+                return gym.spaces.Box(-np.inf, np.inf, (size,), np.float32)
+            for key, part in parts.items():
+                if isinstance(part, gym.spaces.Discrete):
+                    self._sizes[key] = int(part.n)
+                    parts[key] = gym.spaces.Box(0, 1, (int(part.n),), np.float32)
+            return gym.spaces.Dict(parts)
+        if isinstance(space, gym.spaces.Box) and space.dtype == np.float64:
+            return gym.spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
+        return space
+
+    def _write(self, obs: Any, out: RowArrays) -> None:
+        if isinstance(out.obs, dict):
+            for key, array in out.obs.items():
+                array[...] = np.eye(self._sizes[key])[obs[key]] if key in self._sizes else obs[key]
+        elif isinstance(obs, dict):
+            np.concatenate([x.reshape(self.num_envs, -1) for x in obs.values()], 1, out=out.obs, casting="same_kind")
+        else:
+            out.obs[...] = obs
