@@ -124,7 +124,9 @@ def _eval(arguments: list[str]) -> int:
     import tyro
 
     @dataclass(frozen=True, kw_only=True)
-    class Flags:
+    class EvalFlags:
+        """Flags of `eval`."""
+
         # directory of the run, as `train` printed it
         run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = tyro.MISSING
         episodes: int = 20  # episodes to play
@@ -134,9 +136,11 @@ def _eval(arguments: list[str]) -> int:
         video: bool = False  # MP4 of one episode in RUN/videos
         json: bool = False  # print one JSON object instead of a table
 
-    flags = _parse("flotilla eval", "Play episodes with the agent of a run.", Flags(), arguments)
+    flags = _parse("flotilla eval", "Play episodes with the agent of a run.", EvalFlags(), arguments)
     if flags.episodes < 1:
         raise UsageError(f"--episodes {flags.episodes} plays nothing (give 1 or more)")
+    if flags.checkpoint and not Path(flags.checkpoint).is_dir():
+        raise UsageError(f"--checkpoint '{flags.checkpoint}' is no directory (choose one in RUN/checkpoints)")
     from flotilla.run import evaluate_run
 
     with _only_json_on_stdout(flags.json):
@@ -146,7 +150,7 @@ def _eval(arguments: list[str]) -> int:
             policy="" if flags.policy == "auto" else flags.policy,
             seed=flags.seed,
             video=flags.video,
-            checkpoint=flags.checkpoint,
+            checkpoint_dir=flags.checkpoint,
         )
     if flags.json:
         print(json.dumps(result))
@@ -159,12 +163,14 @@ def _envs(arguments: list[str]) -> int:
     import tyro
 
     @dataclass(frozen=True, kw_only=True)
-    class Flags:
+    class EnvsFlags:
+        """Flags of `envs`."""
+
         # show only ids or suites that contain this text
         filter: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILTER]")] = ""
         json: bool = False  # print one JSON list instead of a table
 
-    flags = _parse("flotilla envs", "List the environments.", Flags(), arguments)
+    flags = _parse("flotilla envs", "List the environments.", EnvsFlags(), arguments)
     from flotilla.envs.make import list_envs, unknown
 
     with _only_json_on_stdout(flags.json):
@@ -181,10 +187,12 @@ def _envs(arguments: list[str]) -> int:
 
 def _doctor(arguments: list[str]) -> int:
     @dataclass(frozen=True, kw_only=True)
-    class Flags:
+    class DoctorFlags:
+        """Flags of `doctor`."""
+
         json: bool = False  # print one JSON object instead of a table
 
-    flags = _parse("flotilla doctor", "Look at this machine and say what to change.", Flags(), arguments)
+    flags = _parse("flotilla doctor", "Look at this machine and say what to change.", DoctorFlags(), arguments)
     from flotilla.doctor import examine
 
     with _only_json_on_stdout(flags.json):
@@ -233,7 +241,7 @@ def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
         names = [presets.for_suite(suite_of(flags.run.env_id))]
         if names != [presets.NONE]:
             told = f"preset: {names[0]} (for {flags.run.env_id}; --preset none turns this off)"
-            print(told, file=sys.stderr)
+            print(told, file=sys.stderr if with_json and flags.json else sys.stdout)
     run_config, config = presets.apply(names, algorithm, RunConfig(), bare)
     flags = _parse(prog, description, _blank(algorithm, run_config, config, with_json), tokens)
     return _Asked(algorithm, flags.run, getattr(flags, algorithm), names, with_json and flags.json)
@@ -311,6 +319,8 @@ def _spelled_out(prog: str, flags: set[str], tokens: list[str]) -> Iterator[str]
         flag = ALIASES.get(flag, flag)
         if flag not in flags:
             raise UsageError(f"unknown flag '{typed}' ({nearest(flag, flags)}; see {prog} --help)")
+        if equals and f"--no-{flag[2:]}" in flags:
+            raise UsageError(f"{flag} takes no value (write {flag} or --no-{flag[2:]})")
         yield flag + equals + value
 
 

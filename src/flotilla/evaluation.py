@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import torch
 from torch import nn
 
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import UsageError
 from flotilla.core.seeding import stream_seed
-from flotilla.core.types import Act, Episode
+from flotilla.core.types import Episode
 from flotilla.envs.make import EnvOptions, make_env
 from flotilla.monitor.video import VideoWriter
 from flotilla.sampling.choose import make_backend
@@ -24,12 +25,6 @@ from flotilla.sampling.sync import SyncBackend
 
 CHUNK_STEPS = 32  # between two looks at which episodes ended
 MAX_VIDEO_FRAMES = 5_000  # a policy that never ends its episode must not fill the disk
-
-
-class Agent(nn.Module):
-    """What an evaluation needs of an algorithm's agent: weights, and `act` that follows train() and eval()."""
-
-    act: Act
 
 
 def options_of(config: RunConfig, *, training: bool, render: bool = False) -> EnvOptions:
@@ -113,7 +108,7 @@ def record_video(config: RunConfig, agent: Any, device: torch.device, path: Path
         with _acting(agent, policy, seed), VideoWriter(path, _frames_per_s(env)) as video:
             while not sampler.drain_episodes() and frames < MAX_VIDEO_FRAMES:
                 sampler.rollout(agent.act, 1)
-                video.add(env.render())
+                video.add(np.asarray(env.render()))
                 frames += 1
     finally:
         sampler.close()

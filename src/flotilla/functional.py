@@ -41,21 +41,26 @@ def discounted_sum(reward_T1N: Tensor, is_first_T1N: Tensor, start_N: Tensor, ga
     return out_TN
 
 
-def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
-    """Mean of `x` where `weight` (same shape) is 1; 0 where all weights are 0."""
-    return (x * weight).sum() / weight.sum().clamp(min=1.0)
+def shares(weight: Tensor) -> Tensor:
+    """Weights (0 or 1, at least one dimension) scaled to sum to 1; all 0 stays all 0."""
+    return weight / weight.sum().clamp(min=1.0)
 
 
-def standardize(x: Tensor, weight: Tensor, eps: float = 1e-8) -> Tensor:
-    """`x` with mean 0 and (biased) standard deviation 1 over the entries of weight 1."""
-    centred = x - weighted_mean(x, weight)
-    return centred / (weighted_mean(centred.square(), weight).sqrt() + eps)
+def weighted_sum(x: Tensor, share: Tensor) -> Tensor:
+    """Sum of `x` times `share` (same shape): the mean over the entries that count, where shares sum to 1."""
+    return torch.dot(x.flatten(), share.flatten())
 
 
-def explained_variance(prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+def standardize(x: Tensor, share: Tensor, eps: float = 1e-8) -> Tensor:
+    """`x` with mean 0 and (biased) standard deviation 1 over the entries that count; shares sum to 1."""
+    centred = x - weighted_sum(x, share)
+    return centred / (weighted_sum(centred.square(), share).sqrt() + eps)
+
+
+def explained_variance(prediction: Tensor, target: Tensor, share: Tensor) -> Tensor:
     """1 - Var[target - prediction] / Var[target]: 1 is perfect, 0 no better than a constant, negative worse."""
 
     def variance(x: Tensor) -> Tensor:
-        return weighted_mean((x - weighted_mean(x, weight)).square(), weight)
+        return weighted_sum((x - weighted_sum(x, share)).square(), share)
 
     return 1.0 - variance(target - prediction) / variance(target).clamp(min=1e-8)

@@ -32,7 +32,7 @@ from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Spec
 from flotilla.envs.make import frames_per_step
 from flotilla.evaluation import Evaluator, options_of, record_video, summary
-from flotilla.monitor.monitor import Monitor
+from flotilla.monitor.monitor import Monitor, State
 from flotilla.nets.encoders import has_image
 from flotilla.sampling.choose import choose, make_backend
 from flotilla.sampling.sampler import Sampler
@@ -223,8 +223,10 @@ class Run:
             self._evaluate()
             if self.config.capture_video:
                 self._capture_video()
-        state = "interrupted" if self._stop_signal else "done"
-        self._monitor.close(state, signal.Signals(self._stop_signal).name if self._stop_signal else "")
+        self._monitor.close(
+            "interrupted" if self._stop_signal else "done",
+            signal.Signals(self._stop_signal).name if self._stop_signal else "",
+        )
 
     def _capture_video(self) -> None:
         assert self._monitor is not None
@@ -245,7 +247,7 @@ class Run:
         if self._monitor:
             self._monitor.note("stopping after this iteration; Ctrl-C again ends at once")
 
-    def close(self, state: str, message: str = "") -> None:
+    def close(self, state: State, message: str = "") -> None:
         """Free everything; the state is written unless the run has ended by itself."""
         self.sampler.close()
         if self._monitor:

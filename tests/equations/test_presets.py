@@ -55,9 +55,7 @@ def test_every_type_is_converted(file: Path) -> None:
     )
     expected = RunConfig(env_id="Acrobot-v1", total_timesteps=1_000_000, capture_video=True, log_every_s=2.0)
     assert run_config == expected
-    assert config == Config(
-        learning_rate=3e-4, num_steps=2048, anneal_lr=True, hidden_sizes=(256, 100), cnn="impala"
-    )
+    assert config == Config(learning_rate=3e-4, num_steps=2048, anneal_lr=True, hidden_sizes=(256, 100), cnn="impala")
     assert type(run_config.total_timesteps) is int
     assert type(run_config.log_every_s) is float
 
@@ -85,7 +83,7 @@ def test_the_config_of_a_run_repeats_it_elsewhere(file: Path) -> None:
     ("text", "said"),
     [
         ("learning_rat: 1", "unknown key 'learning_rat' (did you mean learning_rate?"),
-        ("ppo: {num_env: 1}", "unknown key 'num_env' (did you mean num_envs?"),
+        ("ppo: {num_env: 1}", "unknown key 'num_env' (did you mean num_envs"),
         ("learning_rate: fast", "learning_rate is 'fast' (needs a number)"),
         ("learning_rate: true", "learning_rate is True (needs a number)"),
         ("num_envs: 1.5", "num_envs is 1.5 (needs a whole number)"),
@@ -164,9 +162,7 @@ def test_shipped_presets_hold_the_reference_values() -> None:
 )
 def test_a_suite_has_one_preset(suite: str, name: str) -> None:
     assert presets.for_suite(suite) == name
-    assert (
-        sum(suite in yaml.safe_load(file.read_text())["suites"] for file in presets.shipped().values()) == 1
-    )
+    assert sum(suite in yaml.safe_load(file.read_text())["suites"] for file in presets.shipped().values()) == 1
 
 
 def test_a_suite_without_a_preset() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flotilla.core.errors import UsageError
 from flotilla.core.types import Obs, Row, Spec, State, tree_map
-from flotilla.functional import explained_variance, gae, standardize, weighted_mean
+from flotilla.functional import explained_variance, gae, shares, standardize, weighted_sum
 from flotilla.nets.distributions import Distribution, distribution, parameter_size
 from flotilla.nets.encoders import CnnKind, Encoder, ObsNorm, has_image
 from flotilla.nets.layers import Memory, MemoryKind, RewardScale, orthogonal
@@ -60,7 +60,7 @@ class Agent(nn.Module):
     def __init__(self, spec: Spec, config: Config) -> None:
         super().__init__()
         self.action_space = spec.action_space
-        self.norm = ObsNorm(spec.obs_space) if config.norm_obs else nn.Identity()
+        self.norm = ObsNorm(spec.obs_space if config.norm_obs else gym.spaces.Dict())
         self.encoder = Encoder(spec.obs_space, config.hidden_sizes, config.cnn)
         self.memory = Memory(config.memory, self.encoder.output_dim, config.memory_size)
         shared = config.memory != "none" or has_image(spec.obs_space)
@@ -100,35 +100,38 @@ class Agent(nn.Module):
 
 
 def loss(agent: Agent, batch: dict[str, Any], config: Config, clip_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The clipped surrogate, the value loss and the entropy bonus (Schulman et al. 2017, eq. 7 and 9)."""
-    weight = batch["weight"]
+    """The clipped surrogate, the value loss and the entropy bonus (Schulman et al. 2017, eq. 7 and 9).
+
+    Sums weighted by `share` are means over the samples that count.
+    """
+    share = batch["share"]
     policy, value, _ = agent(batch["obs"], batch.get("state"), batch["is_first"])
     log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     ratio = log_ratio.exp()
-    adv = standardize(batch["adv"], weight) if config.norm_adv else batch["adv"]
+    adv = batch["adv"]
     surrogate = torch.minimum(adv * ratio, adv * ratio.clamp(1 - clip_coef, 1 + clip_coef))
-    policy_loss = -weighted_mean(surrogate, weight)
+    policy_loss = -weighted_sum(surrogate, share)
 
     error = (value - batch["return"]).square()
     if config.clip_vloss:
         clipped = batch["value"] + (value - batch["value"]).clamp(-clip_coef, clip_coef)
         error = torch.maximum(error, (clipped - batch["return"]).square())
-    value_loss = 0.5 * weighted_mean(error, weight)
+    value_loss = 0.5 * weighted_sum(error, share)
 
-    entropy = weighted_mean(policy.entropy(), weight)
+    entropy = weighted_sum(policy.entropy(), share)
     total = policy_loss - config.ent_coef * entropy + config.vf_coef * value_loss
     terms = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "log_ratio": log_ratio}
     return total, {name: x.detach() for name, x in terms.items()}
 
 
 @torch.no_grad()
-def diagnostics(terms: dict[str, Tensor], weight: Tensor, clip_coef: float) -> dict[str, Tensor]:
+def diagnostics(terms: dict[str, Tensor], share: Tensor, clip_coef: float) -> dict[str, Tensor]:
     """The metrics of one minibatch; the two estimates of KL(old || new) are k1 and k3 of Schulman 2020."""
     log_ratio = terms.pop("log_ratio")
     ratio = log_ratio.exp()
-    terms["old_approx_kl"] = weighted_mean(-log_ratio, weight)
-    terms["approx_kl"] = weighted_mean(ratio - 1 - log_ratio, weight)
-    terms["clipfrac"] = weighted_mean(((ratio - 1).abs() > clip_coef).float(), weight)
+    terms["old_approx_kl"] = weighted_sum(-log_ratio, share)
+    terms["approx_kl"] = weighted_sum(ratio - 1 - log_ratio, share)
+    terms["clipfrac"] = weighted_sum(((ratio - 1).abs() > clip_coef).float(), share)
     return {f"losses/{name}": x for name, x in terms.items()}
 
 
@@ -148,11 +151,18 @@ def samples_of(x_TN: Tensor, memory: MemoryKind) -> Tensor:
     return x_TN.flatten(0, 1) if memory == "none" else x_TN.transpose(0, 1)
 
 
-def shuffled(batch: dict[str, Any], order_B: Tensor, num_minibatches: int) -> list[dict[str, Any]]:
-    """The batch in a new order, gathered once and cut into equal minibatches."""
-    shuffled_B = tree_map(lambda x: x[order_B], batch)
-    size = len(order_B) // num_minibatches
-    return [tree_map(lambda x: x[i : i + size], shuffled_B) for i in range(0, len(order_B), size)]  # noqa: B023
+def shuffled(batch: dict[str, Any], config: Config) -> list[dict[str, Any]]:
+    """The samples in a new order, in equal minibatches.
+
+    In each, `share` sums to 1 over the samples that count, and advantages are standardised over them; done for
+    all minibatches of a pass at once, since for small networks a dozen small operations cost as much as a layer.
+    """
+    order_B = torch.randperm(len(batch["adv"]), device=batch["adv"].device)
+    parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)), batch)
+    parts["share"] = torch.vmap(shares)(parts.pop("weight"))
+    if config.norm_adv:
+        parts["adv"] = torch.vmap(standardize)(parts["adv"], parts["share"])
+    return [tree_map(lambda x: x[m], parts) for m in range(config.num_minibatches)]  # noqa: B023
 
 
 def train(config: Config, run: Run) -> Agent:
@@ -189,20 +199,18 @@ def train(config: Config, run: Run) -> Agent:
                 "return": adv_TN + value_TN,
                 "weight": weight_TN,
             }
-            variance = explained_variance(value_TN, batch["return"], weight_TN)
-            if config.norm_obs:
-                agent.norm.update(run.moments, obs_TN, weight_TN)
+            variance = explained_variance(value_TN, batch["return"], shares(weight_TN))
+            agent.norm.update(run.moments, obs_TN, weight_TN)
             batch = tree_map(lambda x: samples_of(x, config.memory), batch)
             if config.memory != "none":
                 batch["state"] = roll.first_state
 
         # Learn: several passes over the same samples.
         for epoch in range(1, config.update_epochs + 1):  # noqa: B007
-            order_B = torch.randperm(len(batch["adv"]), device=run.device)
-            for minibatch in shuffled(batch, order_B, config.num_minibatches):
+            for minibatch in shuffled(batch, config):
                 total, terms = loss_fn(agent, minibatch, config, clip_coef)
                 grad_metrics = opt.step(total)
-            metrics = diagnostics(terms, minibatch["weight"], clip_coef)
+            metrics = diagnostics(terms, minibatch["share"], clip_coef)
             if config.target_kl > 0 and run.agree(metrics["losses/approx_kl"] > config.target_kl):
                 break
 

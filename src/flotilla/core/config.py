@@ -15,9 +15,7 @@ class RunConfig:
     env_id: str = "CartPole-v1"  # environment; `flotilla envs` lists what is installed
     obs_type: Literal["vector", "pixels"] = "vector"  # dm_control only: joint states or camera images
     image_size: int = 64  # pixels a side, where a suite lets one choose (dm_control, Crafter)
-    action_repeat: int = (
-        1  # simulator steps per environment step, where the suite has none of its own (dm_control)
-    )
+    action_repeat: int = 1  # simulator steps per environment step, where one may choose (dm_control)
     seed: int = 1  # root of every random stream
     total_timesteps: int = 500_000  # environment steps, all environments and ranks together
     num_envs: int = 8  # environments in parallel, all ranks together
@@ -28,12 +26,8 @@ class RunConfig:
     compile: Literal["none", "default"] = "none"  # torch.compile of act and loss (pays off in long runs)
     eval_every: int = 0  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, on environments of their own
-    eval_policy: Literal["mode", "sample"] = (
-        "mode"  # what an evaluation acts with: the most likely action, or a draw
-    )
+    eval_policy: Literal["mode", "sample"] = "mode"  # an evaluation's action: the most likely, or a draw
     capture_video: bool = False  # MP4 of one evaluation episode in <run_dir>/videos
     log_every_s: float = 1.0  # seconds between two lines of metrics; 0: one a training iteration
     checkpoint_every: int = 0  # environment steps between checkpoints; 0: only at the end
-    dashboard: Literal["auto", "live", "plain", "none"] = (
-        "auto"  # auto: live on a terminal, plain lines elsewhere
-    )
+    dashboard: Literal["auto", "live", "plain", "none"] = "auto"  # auto: live on a terminal, else plain lines

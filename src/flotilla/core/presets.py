@@ -79,9 +79,7 @@ def _find(name: str) -> Path:
     if file.is_dir():
         raise UsageError(f"preset '{name}' is a directory (name the YAML file in it)")
     if file.suffix in {".yaml", ".yml"} or "/" in name:
-        raise UsageError(
-            f"preset file '{name}' does not exist (shipped presets: {', '.join([*known, NONE])})"
-        )
+        raise UsageError(f"preset file '{name}' does not exist (shipped presets: {', '.join([*known, NONE])})")
     raise UsageError(f"unknown preset '{name}' ({nearest(name, [*known, NONE])})")
 
 
@@ -102,9 +100,7 @@ def _settings(file: Path, algorithm: str, run_config: RunConfig, config: Any) ->
     content = _read(file)
     made_for = content.get("algorithm", algorithm)
     if made_for != algorithm:
-        raise UsageError(
-            f"preset {file} is of a run of {made_for} (train {made_for} with it, not {algorithm})"
-        )
+        raise UsageError(f"preset {file} is of a run of {made_for} (train {made_for} with it, not {algorithm})")
     section = content.get(algorithm) or {}
     if not isinstance(section, dict):
         raise UsageError(f"preset {file}: {algorithm} is {section!r} (needs indented keys below it)")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import gymnasium as gym
-import torch
 from torch import Tensor
 
 Obs = Tensor | dict[str, Tensor]  # an observation: one tensor, or one per key of a gymnasium.spaces.Dict

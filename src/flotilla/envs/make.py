@@ -120,6 +120,7 @@ def make_env(env_id: str, options: EnvOptions | None = None) -> gym.Env[Any, Any
     except UsageError:
         env.close()
         raise
+    assert isinstance(env, gym.Wrapper)
     env._cached_spec = _spec(env_id, options, max_steps)  # so that env.spec.make() repeats all of the above
     return env
 
@@ -143,7 +144,13 @@ def remake(env_id: str, options: EnvOptions, render_mode: str | None = None) -> 
 
 def _spec(env_id: str, options: EnvOptions, max_steps: int | None) -> EnvSpec:
     arguments = {"env_id": env_id, "options": options}
-    spec = EnvSpec(env_id, entry_point=remake, kwargs=arguments, order_enforce=False, disable_env_checker=True)
+    spec = EnvSpec(
+        env_id,
+        entry_point=f"{__name__}:{remake.__name__}",
+        kwargs=arguments,
+        order_enforce=False,
+        disable_env_checker=True,
+    )
     spec.max_episode_steps = max_steps
     return spec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,6 @@ def make(env_id: str, options: EnvOptions) -> gym.Env[Any, Any]:
 
 
 def draw_without_display() -> None:
-    """Lets MuJoCo draw through EGL where there is no screen and the user chose nothing."""
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
+    """Where there is no screen and the user chose nothing: MuJoCo draws through EGL, or not at all."""
+    if sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL"} & os.environ.keys():
+        os.environ["MUJOCO_GL"] = "egl" if ctypes.util.find_library("EGL") else "off"

@@ -21,11 +21,12 @@ OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
 CHECK_IDS = ("FrozenLake-v1", "Blackjack-v1")
 
-_NOT_OURS = ("gymnasium.envs.phys2d", "gymnasium.envs.tabular")  # they need JAX
+_GONE = "gymnasium.envs:_raise"  # ids that Gymnasium keeps only to say where they went
+_UNLISTED = (_GONE, "gymnasium.envs.phys2d", "gymnasium.envs.tabular", "ale_py")  # JAX's, and raw Atari
 
 
 def ids() -> Sequence[str]:
-    return [env_id for env_id, spec in gym.registry.items() if not _entry(spec).startswith(_NOT_OURS)]
+    return [env_id for env_id, spec in gym.registry.items() if not _entry(spec).startswith(_UNLISTED)]
 
 
 def matches(env_id: str) -> bool:
@@ -42,7 +43,7 @@ def make(env_id: str, options: EnvOptions) -> gym.Env[Any, Any]:
     module, _, registered_id = env_id.rpartition(":")
     if module:
         _import(module, env_id)
-    if registered_id not in gym.registry:
+    if registered_id not in gym.registry or _entry(gym.registry[registered_id]).startswith(_GONE):
         raise unknown(env_id)
     spec = copy.deepcopy(gym.registry[registered_id])
     spec.order_enforce = False
@@ -59,11 +60,10 @@ def from_module(prefix: str) -> list[str]:
 
 
 def _entry(spec: Any) -> str:
-    """Where the class of a registered id stands, "module:Class"; of a dead id of Gymnasium, one of `_NOT_OURS`."""
+    """Where the class of a registered id stands: "module:Class"."""
     if isinstance(spec.entry_point, str):
         return spec.entry_point
-    entry = f"{spec.entry_point.__module__}:{spec.entry_point.__qualname__}"
-    return _NOT_OURS[0] if entry.startswith("gymnasium.envs:_raise") else entry
+    return f"{spec.entry_point.__module__}:{spec.entry_point.__qualname__}"
 
 
 def _import(module: str, env_id: str) -> None:
@@ -71,6 +71,5 @@ def _import(module: str, env_id: str) -> None:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"environment '{env_id}': cannot import '{module}' ({error}); "
-            "install it or put its folder on PYTHONPATH"
+            f"environment '{env_id}': cannot import '{module}' ({error}); install it or put its folder on PYTHONPATH"
         ) from error

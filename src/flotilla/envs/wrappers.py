@@ -28,9 +28,7 @@ class RecordEpisode(gym.Wrapper[Any, Any, Any, Any]):
         self._return = 0.0
         self._length = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         self._return = 0.0
         self._length = 0
         return self.env.reset(seed=seed, options=options)
@@ -65,9 +63,7 @@ class ConvertObservation(gym.Wrapper[Any, Any, Any, Any]):
         self.observation_space = space
         self._convert = convert
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         obs, info = self.env.reset(seed=seed, options=options)
         return self._convert(obs), info
 

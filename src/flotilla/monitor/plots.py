@@ -33,15 +33,11 @@ def learning_curve(run_dir: Path) -> Path:
         thin = slice(None, None, 1 + len(steps) // MAX_POINTS)
         alpha = float(np.clip(60 / len(steps) ** 0.75, 0.06, 0.45))
         label = "training episodes"
-        axes.scatter(
-            steps[thin], returns[thin], s=7, color=COLOURS[0], alpha=alpha, linewidths=0, label=label
-        )
+        axes.scatter(steps[thin], returns[thin], s=7, color=COLOURS[0], alpha=alpha, linewidths=0, label=label)
         window = _window(len(returns))
         label = f"mean of {window} episodes" if window > 1 else "training return"
         axes.plot(*_smooth(steps, returns), color=COLOURS[0], linewidth=2, label=label)
-    evaluations = [
-        r for r in read_lines(run_dir / METRICS_FILE) if r.get("eval/episodic_return_mean") is not None
-    ]
+    evaluations = [r for r in read_lines(run_dir / METRICS_FILE) if r.get("eval/episodic_return_mean") is not None]
     if evaluations:
         axes.errorbar(
             [record["env_steps"] for record in evaluations],
@@ -51,6 +47,7 @@ def learning_curve(run_dir: Path) -> Path:
             label="evaluation, mean ± std",
         )  # fmt: skip
     if not len(steps) and not evaluations:
+        axes.set(xticks=[], yticks=[])
         axes.text(0.5, 0.5, "no episode has ended", transform=axes.transAxes, ha="center", color=INK)
     return _save(figure, axes, run_dir / "plots" / "learning_curve.png")
 
@@ -68,9 +65,7 @@ def compare(curves: dict[str, list[Path]], out: Path, title: str = "") -> Path:
         for run_dir in run_dirs:
             steps, returns = _training(run_dir)
             if not len(steps):
-                raise UsageError(
-                    f"'{run_dir}' has no training episode in {EPISODES_FILE}: give the directory of a run"
-                )
+                raise UsageError(f"'{run_dir}' has no training episode in {EPISODES_FILE}: give the directory of a run")
             seeds.append(_smooth(steps, returns))
         grid = np.linspace(max(x[0] for x, _ in seeds), min(x[-1] for x, _ in seeds), GRID_POINTS)
         values = np.stack([np.interp(grid, x, y) for x, y in seeds])

@@ -43,12 +43,8 @@ METRICS: dict[str, Metric] = {
         "reward^2",
         "Half the mean squared error of the value, (V - R)^2 / 2; clipped where the config says so.",
     ),
-    "losses/entropy": Metric(
-        "mean", "nats", "Entropy of the policy, mean of -sum(pi log pi) over the samples."
-    ),
-    "losses/approx_kl": Metric(
-        "mean", "nats", "KL(pi_old, pi_new), estimated as the mean of (r - 1) - log r."
-    ),
+    "losses/entropy": Metric("mean", "nats", "Entropy of the policy, mean of -sum(pi log pi) over the samples."),
+    "losses/approx_kl": Metric("mean", "nats", "KL(pi_old, pi_new), estimated as the mean of (r - 1) - log r."),
     "losses/old_approx_kl": Metric(
         "mean", "nats", "KL(pi_old, pi_new), estimated as the mean of -log r: unbiased, but may be negative."
     ),
@@ -72,23 +68,13 @@ METRICS: dict[str, Metric] = {
     "time/share_env": Metric("last", "fraction", "Share of the last 10 s or so spent stepping environments."),
     "time/share_inference": Metric("last", "fraction", "The same for choosing actions."),
     "time/share_learning": Metric("last", "fraction", "The same for losses, gradients and optimizer steps."),
-    "time/share_waiting": Metric(
-        "last", "fraction", "The same for waiting on workers, other ranks or actors."
-    ),
-    "time/share_other": Metric(
-        "last", "fraction", "1 minus the four other shares: evaluation, logs, the rest."
-    ),
+    "time/share_waiting": Metric("last", "fraction", "The same for waiting on workers, other ranks or actors."),
+    "time/share_other": Metric("last", "fraction", "1 minus the four other shares: evaluation, logs, the rest."),
     "time/elapsed_s": Metric("last", "s", "Wall-clock time since the run was started."),
     "env/episodes": Metric("sum", "episodes", "Training episodes that ended in the interval."),
-    "env/restarts": Metric(
-        "sum", "restarts", "Environments that crashed and were restarted in the interval."
-    ),
-    "eval/episodic_return_mean": Metric(
-        "last", "reward", "Mean raw return of the episodes of an evaluation."
-    ),
-    "eval/episodic_return_std": Metric(
-        "last", "reward", "Their standard deviation, sqrt(mean((x - mean)^2))."
-    ),
+    "env/restarts": Metric("sum", "restarts", "Environments that crashed and were restarted in the interval."),
+    "eval/episodic_return_mean": Metric("last", "reward", "Mean raw return of the episodes of an evaluation."),
+    "eval/episodic_return_std": Metric("last", "reward", "Their standard deviation, sqrt(mean((x - mean)^2))."),
     "eval/episodic_length_mean": Metric("last", "env steps", "Mean length of the episodes of an evaluation."),
     "eval/episodes": Metric("last", "episodes", "How many episodes the evaluation had."),
     "system/cpu_percent": Metric(
@@ -97,9 +83,7 @@ METRICS: dict[str, Metric] = {
     "system/memory_bytes": Metric(
         "last", "bytes", "Resident memory of the process and its children, shared pages counted once."
     ),
-    "system/gpu_percent": Metric(
-        "last", "%", "Share of time in which the GPU ran a kernel, whoever started it."
-    ),
+    "system/gpu_percent": Metric("last", "%", "Share of time in which the GPU ran a kernel, whoever started it."),
     "system/gpu_memory_bytes": Metric("last", "bytes", "Memory in use on the GPU, whoever uses it."),
 }
 

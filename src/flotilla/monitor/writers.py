@@ -25,6 +25,8 @@ METRICS_FILE = "metrics.jsonl"
 EPISODES_FILE = "episodes.jsonl"
 STATUS_FILE = "status.json"
 
+_STRICT = json.JSONEncoder(allow_nan=False)
+
 
 class Writers:
     """Everything that is written into the run's directory while it goes on; appends to what is there."""
@@ -44,7 +46,7 @@ class Writers:
         line = to_json({"env_steps": env_steps, "elapsed_s": round(elapsed_s, 3), **values})
         self.guarded(lambda: self._metrics.write(f"{line}\n".encode()))
         # Each training episode is a point of its own there: see `episodes`.
-        points = {key: x for key, x in values.items() if not key.startswith("charts/episodic_")}
+        points = {key: x for key, x in values.items() if key != "charts/episodic_return"}
         self.guarded(lambda: self._events.write([(env_steps, points)]))
 
     def episodes(self, elapsed_s: float, episodes: Iterable[Episode]) -> None:
@@ -61,11 +63,7 @@ class Writers:
             if episode.extras:
                 record["extras"] = episode.extras
             lines.append(f"{to_json(record)}\n")
-            scores = {
-                "charts/episodic_return": episode.episodic_return,
-                "charts/episodic_length": float(episode.length_steps),
-            }
-            points.append((episode.env_steps, scores))
+            points.append((episode.env_steps, {"charts/episodic_return": episode.episodic_return}))
         self.guarded(lambda: self._episodes.write("".join(lines).encode()))
         self.guarded(lambda: self._events.write(points))
 
@@ -81,9 +79,7 @@ class Writers:
             if not self._reported:
                 self._reported = True
                 reason = error.strerror or str(error)
-                text = (
-                    f"results in {self._run_dir} cannot be written ({reason}); training goes on without them"
-                )
+                text = f"results in {self._run_dir} cannot be written ({reason}); training goes on without them"
                 sys.stderr.write(f"flotilla: {text}\n")
 
     def close(self) -> None:
@@ -94,7 +90,10 @@ class Writers:
 
 def to_json(record: Mapping[str, Any]) -> str:
     """Strict JSON in one line: NaN and the infinities, which it does not have, become null."""
-    return json.dumps(_finite(record), allow_nan=False)
+    try:
+        return _STRICT.encode(record)
+    except ValueError:
+        return _STRICT.encode(_finite(record))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

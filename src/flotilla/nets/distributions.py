@@ -51,7 +51,7 @@ class MultiCategorical:
     """Several independent choices; actions are int64 (..., number of choices)."""
 
     def __init__(self, logits: Tensor, sizes: tuple[int, ...]) -> None:
-        self.parts = [Categorical(x) for x in logits.split(sizes, -1)]
+        self.parts = [Categorical(x) for x in torch.split(logits, list(sizes), -1)]
 
     def sample(self) -> Tensor:
         return torch.stack([part.sample() for part in self.parts], -1)

@@ -5,7 +5,7 @@ Shape legend: ... leading dimensions, B batch, D features, C channels, H height,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -60,7 +60,8 @@ class Residual(nn.Module):
         self.second = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(torch.relu(self.first(torch.relu(x))))
+        change: Tensor = self.second(torch.relu(self.first(torch.relu(x))))
+        return x + change
 
 
 class Impala(nn.Sequential):
@@ -94,7 +95,9 @@ class ImageEncoder(nn.Module):
         self.channels_first = first < last
         channels, height, width = space.shape if self.channels_first else (last, *space.shape[:2])
         self.net = (Nature if cnn == "nature" else Impala)(channels, height, width)
-        self.net.to(memory_format=torch.channels_last)
+        for layer in self.net.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
         self.output_dim = 512 if cnn == "nature" else 256
 
     def forward(self, image: Tensor) -> Tensor:
@@ -103,23 +106,24 @@ class ImageEncoder(nn.Module):
         if not self.channels_first:
             x = x.movedim(-1, -3)
         x = x.to(torch.float32, memory_format=torch.channels_last).mul_(1 / 255)
-        return self.net(x).unflatten(0, leading) if len(leading) > 1 else self.net(x)
+        features: Tensor = self.net(x)
+        return features.unflatten(0, leading) if len(leading) > 1 else features  # type: ignore[no-untyped-call]
 
 
 class ObsNorm(nn.Module):
-    """Running normalisation of every part of an observation that is no image."""
+    """Running normalisation of each part of an observation that `space` has and that is no image."""
 
     def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__()
         parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
-        self.norms = nn.ModuleDict(
+        self.norms: Mapping[str, RunningNorm] = nn.ModuleDict(  # type: ignore[assignment]
             {key: RunningNorm(_box(part).shape) for key, part in parts.items() if not is_image(part)}
         )
 
     def forward(self, obs: Obs) -> Obs:
         if isinstance(obs, dict):
             return {key: self.norms[key](x) if key in self.norms else x for key, x in obs.items()}
-        return self.norms["obs"](obs) if self.norms else obs  # type: ignore[no-any-return]
+        return self.norms["obs"](obs) if "obs" in self.norms else obs
 
     def update(self, moments: Moments, obs: Obs, weight: Tensor) -> None:
         """Add observations (T, N, ...) where `weight` (T, N) is 1."""
@@ -137,8 +141,10 @@ class Encoder(nn.Module):
         parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
         self.image_keys = [key for key, part in parts.items() if is_image(part)]
         self.vector_keys = [key for key in parts if key not in self.image_keys]
-        self.images = nn.ModuleDict({key: ImageEncoder(_box(parts[key]), cnn) for key in self.image_keys})
-        self.output_dim = sum(int(net.output_dim) for net in self.images.values())  # type: ignore[arg-type]
+        self.images: Mapping[str, ImageEncoder] = nn.ModuleDict(  # type: ignore[assignment]
+            {key: ImageEncoder(_box(parts[key]), cnn) for key in self.image_keys}
+        )
+        self.output_dim = sum(net.output_dim for net in self.images.values())
         if self.vector_keys:
             input_dim = sum(int(np.prod(_box(parts[key]).shape)) for key in self.vector_keys)
             self.vectors = mlp(input_dim, hidden_sizes)

@@ -41,7 +41,7 @@ class AleBackend:
             reward_clipping=False,  # clipped below, after the raw return was counted
         )
         self.spec = Spec(self._envs.single_observation_space, self._envs.single_action_space)
-        has_fire = game.fire_reset and int(self._envs.ale.get_action_set()[FIRE]) == FIRE
+        has_fire = game.fire_reset and self._envs.ale.get_action_set()[FIRE].value == FIRE
         self._after_life = FIRE if has_fire else NOOP
         self._ended = np.zeros(self.num_envs, bool)
         self._raw = RawEpisodes(self.num_envs)

@@ -75,7 +75,7 @@ class EnvPoolBackend:
         self._action_dtype = space.dtype
         self._bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
         self._sizes: dict[str, int] = {}  # one-hot sizes of Discrete observation keys
-        self.spec = Spec(self._adapt_space(self._envs.observation_space), self._envs.action_space)
+        self.spec = Spec(self._adapt_space(self._envs.observation_space), _float32(space))
         self._ended = np.zeros(self.num_envs, bool)
         self._raw = RawEpisodes(self.num_envs)
 
@@ -115,9 +115,7 @@ class EnvPoolBackend:
                     self._sizes[key] = int(part.n)
                     parts[key] = gym.spaces.Box(0, 1, (int(part.n),), np.float32)
             return gym.spaces.Dict(parts)
-        if isinstance(space, gym.spaces.Box) and space.dtype == np.float64:
-            return gym.spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
-        return space
+        return _float32(space)
 
     def _write(self, obs: Any, out: RowArrays) -> None:
         if isinstance(out.obs, dict):
@@ -127,3 +125,10 @@ class EnvPoolBackend:
             np.concatenate([x.reshape(self.num_envs, -1) for x in obs.values()], 1, out=out.obs, casting="same_kind")
         else:
             out.obs[...] = obs
+
+
+def _float32(space: gym.Space[Any]) -> gym.Space[Any]:
+    """The space, with float32 in place of float64."""
+    if isinstance(space, gym.spaces.Box) and space.dtype == np.float64:
+        return gym.spaces.Box(space.low.astype(np.float32), space.high.astype(np.float32), dtype=np.float32)
+    return space

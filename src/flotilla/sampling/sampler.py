@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -102,14 +101,14 @@ class _Buffers:
     def __init__(self, spec: Spec, num_envs: int, num_steps: int, device: torch.device) -> None:
         self.num_steps, self._device = num_steps, device
         self._on_host = device.type == "cpu"
-        make = _empty(num_steps + 1, num_envs, pin=device.type == "cuda")
-        flag = gym.spaces.Box(0, 1, (), bool)
-        reward = gym.spaces.Box(-1, 1, (), "float32")
-        self._host = Row(_of_space(spec.obs_space, make), make(reward), make(flag), make(flag), make(flag))
+        pin, leading = device.type == "cuda", (num_steps + 1, num_envs)
+        reward = torch.zeros(leading, pin_memory=pin)
+        flags = [torch.zeros(leading, dtype=torch.bool, pin_memory=pin) for _ in range(3)]
+        self._host = Row(_zeros(leading, spec.obs_space, pin=pin), reward, *flags)
         self.rows = (
             self._host if self._on_host else Row(*(tree_map(lambda x: x.to(device), part) for part in self._host))
         )
-        self.action = _empty(num_steps, num_envs, pin=False)(spec.action_space).to(device)
+        self.action: Tensor = _zeros((num_steps, num_envs), spec.action_space).to(device)
         self.extras: dict[str, Tensor] = {}
         # Views made once: slicing costs as much as a small network.
         self.device_rows = [self.rows.at(t) for t in range(num_steps + 1)]
@@ -152,18 +151,10 @@ def _numpy(part: Any) -> Any:
     return {key: x.numpy() for key, x in part.items()} if isinstance(part, dict) else part.numpy()
 
 
-def _empty(num_steps: int, num_envs: int, pin: bool) -> Callable[[gym.Space[Any]], Tensor]:
-    """A function from a space without parts to a host tensor (num_steps, num_envs, ...) for its values."""
-
-    def make(space: gym.Space[Any]) -> Tensor:
-        assert space.shape is not None
-        dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
-        return torch.zeros(num_steps, num_envs, *space.shape, dtype=dtype, pin_memory=pin)
-
-    return make
-
-
-def _of_space(space: gym.Space[Any], make: Callable[[gym.Space[Any]], Tensor]) -> Any:
+def _zeros(leading: tuple[int, int], space: gym.Space[Any], *, pin: bool = False) -> Any:
+    """A host tensor (leading, ...) for values of a space, or one per key of a Dict."""
     if isinstance(space, gym.spaces.Dict):
-        return {key: make(part) for key, part in space.spaces.items()}
-    return make(space)
+        return {key: _zeros(leading, part, pin=pin) for key, part in space.spaces.items()}
+    assert space.shape is not None
+    dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+    return torch.zeros(*leading, *space.shape, dtype=dtype, pin_memory=pin)

@@ -50,7 +50,7 @@ class SyncBackend:
         try:
             for i, step in enumerate(self._steps):
                 if ended[i]:
-                    obs, _ = self._envs[i].reset()
+                    obs, info = self._envs[i].reset()
                     out.reward[i] = 0
                     ended[i] = False
                 else:
@@ -58,9 +58,8 @@ class SyncBackend:
                     if terminated or truncated:
                         ended[i] = out.is_last[i] = True
                         out.is_terminal[i] = terminated
-                        if "episode" in info:
-                            episode = info["episode"]
-                            finished = [*finished, Finished(i, float(episode["r"]), int(episode["l"]))]
+                if "episode" in info:  # rarely in a reset's: an Atari game that ends while a lost life restarts
+                    finished = [*finished, Finished(i, float(info["episode"]["r"]), int(info["episode"]["l"]))]
                 if is_dict:
                     _write(out, i, obs)
                 else:
