@@ -169,9 +169,10 @@ def test_listing_imports_no_simulator() -> None:
         ("MiniGrid-Empty-5x5", "MiniGrid-Empty-5x5-v0"),
         ("no_such_module:Id-v0", "no_such_module"),
         ("HalfCheetah-v3", "HalfCheetah-v5"),
+        ("Pusher-v4", "mujoco"),
     ],
 )
-def test_wrong_id_names_the_nearest(env_id: str, said: str) -> None:
+def test_id_that_cannot_be_made_says_what_to_do(env_id: str, said: str) -> None:
     with pytest.raises(UsageError, match=said) as error:
         make_env(env_id)
     assert env_id in str(error.value)

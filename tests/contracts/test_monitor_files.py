@@ -191,12 +191,15 @@ def test_a_video_plays_back_what_was_added(tmp_path: Path, height: int, width: i
 
 def test_a_video_that_fails_leaves_nothing(tmp_path: Path) -> None:
     good, other = np.zeros((84, 84, 3), np.uint8), np.zeros((84, 80, 3), np.uint8)
-    for second, words in ((other, "differs from the first"), (good.astype(np.float32), "a frame is uint8")):
+    for bad, words in ((other, "differs from the first"), (good.astype(np.float32), "a frame is uint8")):
         video = VideoWriter(tmp_path / "a.mp4", 30)
-        video.add(good)
+        for _ in range(100):
+            video.add(good)
+        assert [x.name for x in tmp_path.iterdir()] == [".a.mp4.partial"]
         with pytest.raises(ValueError, match=words), video:
-            video.add(second)
-    with VideoWriter(tmp_path / "c.mp4", 30):
+            video.add(bad)
+        assert list(tmp_path.iterdir()) == []
+    with VideoWriter(tmp_path / "b.mp4", 30):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -45,7 +45,8 @@ def ids() -> Sequence[str]:
     if importlib.util.find_spec("minigrid") is None:
         return CHECK_IDS
     importlib.import_module("minigrid")  # registers its ids
-    return registered.from_module("minigrid.")
+    # The wave-function-collapse worlds need pictures that minigrid's wheel has not got.
+    return [env_id for env_id in registered.from_module("minigrid.") if not env_id.startswith("MiniGrid-WFC")]
 
 
 def matches(env_id: str) -> bool:

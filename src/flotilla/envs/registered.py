@@ -49,8 +49,9 @@ def make(env_id: str, options: EnvOptions) -> gym.Env[Any, Any]:
     spec.order_enforce = False
     try:
         env = gym.make(spec, disable_env_checker=True, render_mode=options.render_mode)
-    except gym.error.DependencyNotInstalled as error:
-        raise UsageError(f"environment '{env_id}' cannot be made: {error}") from error
+    except (gym.error.DependencyNotInstalled, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"environment '{env_id}' cannot be made: {reason}") from error
     return RecordEpisode(env)
 
 

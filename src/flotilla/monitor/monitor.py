@@ -158,11 +158,11 @@ class Monitor:
         try:
             if self._view.env_steps != self._logged_steps:
                 self._log()
+            self._update_view()  # before the curve, whose drawing is no part of the run
             self._writers.guarded(lambda: learning_curve(self._run_dir))
             self.set_status(state, message=message)
             if message:
                 self.note(message)
-            self._update_view()
         finally:
             self._dashboard.close()
             self._writers.close()
