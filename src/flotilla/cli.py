@@ -131,7 +131,7 @@ def _eval(arguments: list[str]) -> int:
         run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = tyro.MISSING
         episodes: int = 20  # episodes to play
         policy: Literal["auto", "mode", "sample"] = "auto"  # most likely action, or a draw; auto: as in training
-        seed: int = 0  # root of the evaluation's random streams
+        seed: int = 0  # root of the evaluation's random streams; 0: the run's own seed
         checkpoint: str = ""  # directory of a checkpoint; empty: the run's last one
         video: bool = False  # MP4 of one episode in RUN/videos
         json: bool = False  # print one JSON object instead of a table

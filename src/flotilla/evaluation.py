@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 from flotilla.core.config import RunConfig
-from flotilla.core.errors import UsageError
 from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Episode
 from flotilla.envs.make import EnvOptions, make_env
@@ -24,6 +22,7 @@ from flotilla.sampling.sampler import Sampler
 from flotilla.sampling.sync import SyncBackend
 
 CHUNK_STEPS = 32  # between two looks at which episodes ended
+MAX_ENVS = 10  # that play episodes at the same time
 MAX_VIDEO_FRAMES = 5_000  # a policy that never ends its episode must not fill the disk
 
 
@@ -51,51 +50,36 @@ def _acting(agent: nn.Module, policy: str, seed: int) -> Iterator[None]:
         agent.train(was_training)
 
 
-class Evaluator:
-    """A run's evaluation environments, made once; every evaluation starts them anew from the same seeds."""
+def evaluate(
+    config: RunConfig,
+    agent: Any,
+    device: torch.device,
+    *,
+    episodes: int,
+    policy: str,
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[Episode]:
+    """Whole episodes on environments of their own, which start from the same seeds every time.
 
-    def __init__(self, config: RunConfig, device: torch.device, episodes: int) -> None:
-        if episodes < 1:
-            raise UsageError(f"an evaluation needs at least 1 episode, not {episodes}")
-        self._config, self._device, self._episodes = config, device, episodes
-        self._num_envs = min(episodes, 10)
-
-    def run(self, agent: Any, policy: str, stopped: Callable[[], bool] = lambda: False) -> list[Episode]:
-        """Scores `episodes` episodes, divided evenly over environments so that short ones have no advantage.
-
-        Ends early, with the episodes that are whole, when `stopped` says so.
-        """
-        backend = make_backend(
-            self._config,
-            options_of(self._config, training=False),
-            num_envs=self._num_envs,
-            purpose="evaluation",
-        )
-        sampler = Sampler(backend, self._device)
-        quota = [len(range(i, self._episodes, self._num_envs)) for i in range(self._num_envs)]
-        scored: list[Episode] = []
-        try:
-            with _acting(agent, policy, self._config.seed):
-                while any(quota) and not stopped():
-                    sampler.rollout(agent.act, CHUNK_STEPS)
-                    for episode in sampler.drain_episodes():
-                        if quota[episode.env_index]:
-                            quota[episode.env_index] -= 1
-                            scored.append(episode)
-        finally:
-            sampler.close()
-        return scored
-
-
-def summary(episodes: list[Episode]) -> dict[str, float | int]:
-    """Mean and standard deviation (of the population) of the returns, mean length, number of episodes."""
-    returns = [episode.episodic_return for episode in episodes]
-    return {
-        "episodic_return_mean": statistics.fmean(returns),
-        "episodic_return_std": statistics.pstdev(returns),
-        "episodic_length_mean": statistics.fmean(episode.length_steps for episode in episodes),
-        "episodes": len(episodes),
-    }
+    They are divided evenly over up to 10 environments, so that short episodes have no advantage.  `policy` is
+    "mode" or "sample".  Ends early, with the episodes that are whole, when `stopped` says so.
+    """
+    num_envs = min(episodes, MAX_ENVS)
+    quota = [len(range(i, episodes, num_envs)) for i in range(num_envs)]
+    options = options_of(config, training=False)
+    sampler = Sampler(make_backend(config, options, num_envs=num_envs, purpose="evaluation"), device)
+    scored: list[Episode] = []
+    try:
+        with _acting(agent, policy, config.seed):
+            while any(quota) and not stopped():
+                sampler.rollout(agent.act, CHUNK_STEPS)
+                for episode in sampler.drain_episodes():
+                    if quota[episode.env_index]:
+                        quota[episode.env_index] -= 1
+                        scored.append(episode)
+    finally:
+        sampler.close()
+    return scored
 
 
 def record_video(config: RunConfig, agent: Any, device: torch.device, path: Path, policy: str) -> int:

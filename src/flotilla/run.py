@@ -31,8 +31,9 @@ from flotilla.core.presets import apply as apply_presets
 from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Spec
 from flotilla.envs.make import frames_per_step
-from flotilla.evaluation import Evaluator, options_of, record_video, summary
+from flotilla.evaluation import evaluate, options_of, record_video
 from flotilla.monitor.monitor import Monitor, State
+from flotilla.monitor.records import summary
 from flotilla.nets.encoders import has_image
 from flotilla.sampling.choose import choose, make_backend
 from flotilla.sampling.sampler import Sampler
@@ -74,7 +75,6 @@ class Run:
         self._monitor: Monitor | None = None
         self._stop_signal = 0
         self._env_steps = 0  # of all ranks
-        self._last_evaluation: dict[str, float | int] = {}
 
     # What an algorithm calls ----------------------------------------------------------------------------------
 
@@ -125,6 +125,7 @@ class Run:
         signal came.
         """
         self._open()
+        self._report()  # where the rates count from
         total = self.config.total_timesteps
         while self._env_steps < total and not self._ranks.agree(self._stop_signal > 0):
             yield self._env_steps / total
@@ -161,8 +162,6 @@ class Run:
             device=str(self.device),
         )
         self._monitor.note(self._backend_reason)
-        self._monitor.note(f"run directory: {self._run_dir}")
-        self._evaluator = Evaluator(self.config, self.device, self.config.eval_episodes)
 
     def _count(self) -> int:
         """Environment steps of all ranks."""
@@ -189,9 +188,15 @@ class Run:
         if self._monitor is None:
             return
         paused = time.perf_counter()
-        episodes = self._evaluator.run(self._objects["agent"], self.config.eval_policy, lambda: self._stop_signal > 0)
+        episodes = evaluate(
+            self.config,
+            self._objects["agent"],
+            self.device,
+            episodes=self.config.eval_episodes,
+            policy=self.config.eval_policy,
+            stopped=lambda: self._stop_signal > 0,
+        )
         if episodes:
-            self._last_evaluation = summary(episodes)
             self._monitor.evaluation(self._env_steps, episodes)
         self._started += time.perf_counter() - paused
 
@@ -258,19 +263,6 @@ class Run:
     def exit_code(self) -> int:
         return 128 + self._stop_signal if self._stop_signal else EXIT_DONE
 
-    def closing_lines(self) -> list[str]:
-        """What a person wants to read at the end."""
-        if self._ranks.rank:
-            return []
-        lines = []
-        if self._last_evaluation:
-            lines.append(
-                "evaluation: {episodic_return_mean:.1f} +- {episodic_return_std:.1f} over {episodes} episodes".format(
-                    **self._last_evaluation
-                )
-            )
-        return [*lines, f"results: {self._run_dir}"]
-
 
 def train(algorithm: str, run_config: RunConfig, config: Any, presets: list[str], argv: list[str]) -> int:
     """Train to the end; returns the exit code. UsageError for what the configuration gets wrong."""
@@ -294,7 +286,6 @@ def train(algorithm: str, run_config: RunConfig, config: Any, presets: list[str]
         for number, handler in handlers.items():
             signal.signal(number, handler)
     run.close("done")
-    print(*run.closing_lines(), sep="\n", flush=True)  # noqa: T201
     return run.exit_code
 
 
@@ -318,8 +309,7 @@ def evaluate_run(
     )
     agent = module.Agent(spec_of(run_config), config).to(device)
     agent.load_state_dict(checkpoint.load_model(path))
-    scored = Evaluator(run_config, device, episodes).run(agent, policy)
-    result: dict[str, Any] = summary(scored)
+    result: dict[str, Any] = summary(evaluate(run_config, agent, device, episodes=episodes, policy=policy))
     result |= {"env_id": run_config.env_id, "algorithm": algorithm, "policy": policy, "checkpoint": str(path)}
     if video:
         target = run_dir / "videos" / f"{path.name}_eval.mp4"

@@ -10,6 +10,7 @@ S state of the memory, ... the shape of one observation or action.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +137,22 @@ def diagnostics(terms: dict[str, Tensor], share: Tensor, clip_coef: float) -> di
 
 
 def check(config: Config, run: Run) -> None:
-    """Refuse sizes that do not divide, before anything is made."""
+    """Refuse numbers out of range and sizes that do not divide, before anything is made."""
+    limits = {
+        "learning_rate": (0, math.inf),
+        "adam_eps": (0, math.inf),
+        "num_steps": (1, math.inf),
+        "gamma": (0, 1),
+        "gae_lambda": (0, 1),
+        "update_epochs": (1, math.inf),
+        "clip_coef": (0, math.inf),
+        "max_grad_norm": (0, math.inf),
+        "target_kl": (0, math.inf),
+        "memory_size": (1, math.inf),
+    }
+    for name, (low, high) in limits.items():
+        if not low <= getattr(config, name) <= high:  # not a number is never in a range
+            raise UsageError(f"{name}={getattr(config, name)} is out of range; choose from {low} to {high}")
     samples, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
     if config.memory != "none":
         samples, unit = run.num_envs, "environments (sequences, with a memory)"

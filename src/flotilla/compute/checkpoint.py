@@ -60,7 +60,9 @@ def valid(root: Path) -> list[Path]:
 
 
 def load_model(path: Path) -> dict[str, Tensor]:
-    """The weights and statistics of a checkpoint."""
+    """The weights and statistics of a checkpoint; UsageError where it is none or damaged."""
+    if not _is_whole(path):
+        raise UsageError(f"'{path}' is no whole checkpoint (a file is missing or differs from its manifest)")
     return load_file(path / MODEL)
 
 

@@ -15,7 +15,7 @@ from flotilla.core.types import Episode
 from flotilla.monitor.dashboard import Dashboard, Mode, View
 from flotilla.monitor.meters import EnvState, Rates
 from flotilla.monitor.plots import learning_curve
-from flotilla.monitor.records import METRICS, Aggregator
+from flotilla.monitor.records import METRICS, Aggregator, summary
 from flotilla.monitor.resources import Resources
 from flotilla.monitor.writers import Writers
 
@@ -114,17 +114,10 @@ class Monitor:
 
     def evaluation(self, env_steps: int, episodes: Sequence[Episode]) -> None:
         """The episodes of an evaluation of the policy that had learned from so many environment steps."""
-        returns = [episode.episodic_return for episode in episodes]
-        values = {
-            "eval/episodic_return_mean": statistics.fmean(returns),
-            "eval/episodic_return_std": statistics.pstdev(returns),
-            "eval/episodic_length_mean": statistics.fmean(episode.length_steps for episode in episodes),
-            "eval/episodes": float(len(episodes)),
-        }
-        self._writers.metrics(env_steps, self._elapsed_s(), values)
-        mean, std = values["eval/episodic_return_mean"], values["eval/episodic_return_std"]
-        self._evaluation = {"env_steps": env_steps}
-        self._evaluation |= {key.removeprefix("eval/"): value for key, value in values.items()}
+        figures = summary(episodes)
+        self._writers.metrics(env_steps, self._elapsed_s(), {f"eval/{key}": x for key, x in figures.items()})
+        mean, std = figures["episodic_return_mean"], figures["episodic_return_std"]
+        self._evaluation = {"env_steps": env_steps} | figures
         self._view.eval_return = mean
         self.set_status("running")
         count = f"{len(episodes)} episode{'s' if len(episodes) > 1 else ''}"

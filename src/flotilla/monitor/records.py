@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flotilla.core.errors import UsageError, nearest
+from flotilla.core.types import Episode
 
 Kind = Literal["mean", "sum", "max", "last"]
 
@@ -54,7 +56,7 @@ METRICS: dict[str, Metric] = {
     ),
     "losses/grad_norm": Metric("mean", "1", "L2 norm of the gradient of all parameters, before clipping."),
     "losses/skipped_steps": Metric(
-        "sum", "updates", "Optimizer steps left out in the interval because a gradient was not finite."
+        "last", "updates", "Optimizer steps left out since the run began because a gradient was not finite."
     ),
     "losses/epochs": Metric(
         "mean", "passes", "Passes over each rollout; below update_epochs where target_kl stopped it early."
@@ -192,3 +194,14 @@ class Aggregator:
 
     def _total(self, key: str) -> _Total:
         return self._totals.setdefault(key, _Total())
+
+
+def summary(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Figures of an evaluation: mean and standard deviation (of the population) of the returns, mean length."""
+    returns = [episode.episodic_return for episode in episodes]
+    return {
+        "episodic_return_mean": statistics.fmean(returns),
+        "episodic_return_std": statistics.pstdev(returns),
+        "episodic_length_mean": statistics.fmean(episode.length_steps for episode in episodes),
+        "episodes": len(episodes),
+    }
