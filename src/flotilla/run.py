@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
-import shlex
 import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
@@ -28,6 +24,7 @@ from flotilla.core import names
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
 from flotilla.core.presets import apply as apply_presets
+from flotilla.core.provenance import provenance
 from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Spec
 from flotilla.envs.make import frames_per_step
@@ -50,13 +47,13 @@ class Run:
     still refuse its configuration.
     """
 
-    def __init__(self, algorithm: str, config: RunConfig, algorithm_config: Any, provenance: dict[str, Any]) -> None:
+    def __init__(self, algorithm: str, config: RunConfig, algorithm_config: Any, origin: dict[str, Any]) -> None:
         check(config)
         self.config = config
         self.device = _device(config.device)
         self._ranks = Ranks.join(self.device.type)
         self.num_envs = self.per_rank("num_envs", config.num_envs)
-        self._algorithm, self._algorithm_config, self._provenance = algorithm, algorithm_config, provenance
+        self._algorithm, self._algorithm_config, self._origin = algorithm, algorithm_config, origin
         self._run_dir = _run_dir(config, algorithm)
         first_index = self._ranks.rank * self.num_envs
         options = options_of(config, training=True)
@@ -148,7 +145,7 @@ class Run:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         config = dataclasses.asdict(self.config) | dataclasses.asdict(self._algorithm_config)
         text = yaml.safe_dump(
-            {"algorithm": self._algorithm, **_plain(config), "provenance": self._provenance}, sort_keys=False
+            {"algorithm": self._algorithm, **_plain(config), "provenance": self._origin}, sort_keys=False
         )
         (self._run_dir / "config.yaml").write_text(text)
         self._monitor = Monitor(
@@ -267,7 +264,7 @@ class Run:
 def train(algorithm: str, run_config: RunConfig, config: Any, presets: list[str], argv: list[str]) -> int:
     """Train to the end; returns the exit code. UsageError for what the configuration gets wrong."""
     module = names.load("algorithm", names.ALGORITHMS, algorithm)
-    run = Run(algorithm, run_config, config, _provenance(presets, argv))
+    run = Run(algorithm, run_config, config, provenance(presets, argv))
     handlers = {number: signal.signal(number, run.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         module.train(config, run)
@@ -385,31 +382,3 @@ def _device(name: str) -> torch.device:
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """Values that YAML and JSON have: tuples as lists."""
     return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}
-
-
-def _provenance(presets: list[str], argv: list[str]) -> dict[str, Any]:
-    """Where a result came from: command, presets, code, packages, machine."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    packages = ("flotilla", "torch", "numpy", "gymnasium", "ale-py", "envpool", "mujoco")
-    return {
-        "command": shlex.join(["flotilla", *argv]),
-        "presets": presets,
-        "git_commit": commit.stdout.strip() or "unknown",
-        "packages": {name: _version(name) for name in packages if _version(name)},
-        "python": platform.python_version(),
-        "machine": f"{platform.platform()}, {os.cpu_count()} cores",
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flotilla.core.errors import UsageError
-from flotilla.core.types import Obs, Row, Spec, State, tree_map
+from flotilla.core.types import Obs, Rollout, Row, Spec, State, tree_map
 from flotilla.functional import explained_variance, gae, shares, standardize, weighted_sum
 from flotilla.nets.distributions import Distribution, distribution, parameter_size
 from flotilla.nets.encoders import CnnKind, Encoder, ObsNorm, has_image
@@ -50,7 +50,7 @@ class Config:
     norm_obs: bool = False  # standardise vector observations by running statistics, clipped to +-10
     norm_reward: bool = False  # divide rewards by the running deviation of the discounted return, clipped to +-10
     hidden_sizes: tuple[int, ...] = (64, 64)  # of the MLPs on vector observations
-    cnn: CnnKind = "nature"  # network on images
+    cnn: CnnKind = "nature"  # network on images; a3c costs a third of nature, impala several times as much
     memory: MemoryKind = "none"  # recurrent layer after the encoder
     memory_size: int = 128  # features of the recurrent layer
 
@@ -153,18 +153,37 @@ def check(config: Config, run: Run) -> None:
     for name, (low, high) in limits.items():
         if not low <= getattr(config, name) <= high:  # not a number is never in a range
             raise UsageError(f"{name}={getattr(config, name)} is out of range; choose from {low} to {high}")
-    samples, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
+    count, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
     if config.memory != "none":
-        samples, unit = run.num_envs, "environments (sequences, with a memory)"
-    if config.num_minibatches < 1 or samples % config.num_minibatches:
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        count, unit = run.num_envs, "environments (sequences, with a memory)"
+    if config.num_minibatches < 1 or count % config.num_minibatches:
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
         fits = min(divisors, key=lambda n: abs(n - config.num_minibatches))
-        raise UsageError(f"num_minibatches={config.num_minibatches} does not divide {samples} {unit}; nearest: {fits}")
+        raise UsageError(f"num_minibatches={config.num_minibatches} does not divide {count} {unit}; nearest: {fits}")
 
 
-def samples_of(x_TN: Tensor, memory: MemoryKind) -> Tensor:
-    """A rollout as B samples: single steps (T * N, ...), or whole sequences (N, T, ...) for a memory."""
-    return x_TN.flatten(0, 1) if memory == "none" else x_TN.transpose(0, 1)
+def samples(agent: Agent, roll: Rollout, config: Config) -> tuple[dict[str, Any], Tensor]:
+    """A rollout as B samples to learn from, and the explained variance of its values.
+
+    Single steps (T * N, ...), or whole sequences (N, T, ...) for a memory.
+    """
+    rows, value_TN = roll.rows, roll.extras["value"]
+    last_value_N = agent.act(rows.at(-1), roll.last_state)[2]["value"]
+    adv_TN = gae(rows, torch.cat([value_TN, last_value_N[None]]), config.gamma, config.gae_lambda)
+    batch: dict[str, Any] = {
+        "obs": agent.norm(tree_map(lambda x: x[:-1], rows.obs)),
+        "is_first": rows.is_first[:-1],
+        "action": roll.action,
+        "log_prob": roll.extras["log_prob"],
+        "value": value_TN,
+        "adv": adv_TN,
+        "return": adv_TN + value_TN,
+        "weight": (~rows.is_last[:-1]).float(),  # 0 where the action was ignored; shapes stay fixed
+    }
+    explained = explained_variance(value_TN, batch["return"], shares(batch["weight"]))
+    if config.memory == "none":
+        return tree_map(lambda x_TN: x_TN.flatten(0, 1), batch), explained
+    return tree_map(lambda x_TN: x_TN.transpose(0, 1), batch) | {"state": roll.first_state}, explained
 
 
 def shuffled(batch: dict[str, Any], config: Config) -> list[dict[str, Any]]:
@@ -196,30 +215,11 @@ def train(config: Config, run: Run) -> Agent:
 
         # Sample: T steps of every environment with the policy as it is now.
         roll = run.sampler.rollout(act, config.num_steps)
-        rows = roll.rows
-        weight_TN = (~rows.is_last[:-1]).float()  # 0 where the action was ignored; shapes stay fixed
         with torch.no_grad():
-            last_value_N = agent.act(rows.at(-1), roll.last_state)[2]["value"]
             if config.norm_reward:
-                rows = rows._replace(reward=reward_scale(rows.reward, rows.is_first, run.moments))
-            value_TN = roll.extras["value"]
-            adv_TN = gae(rows, torch.cat([value_TN, last_value_N[None]]), config.gamma, config.gae_lambda)
-            obs_TN = tree_map(lambda x: x[:-1], rows.obs)
-            batch: dict[str, Any] = {
-                "obs": agent.norm(obs_TN),
-                "is_first": rows.is_first[:-1],
-                "action": roll.action,
-                "log_prob": roll.extras["log_prob"],
-                "value": value_TN,
-                "adv": adv_TN,
-                "return": adv_TN + value_TN,
-                "weight": weight_TN,
-            }
-            variance = explained_variance(value_TN, batch["return"], shares(weight_TN))
-            agent.norm.update(run.moments, obs_TN, weight_TN)
-            batch = tree_map(lambda x: samples_of(x, config.memory), batch)
-            if config.memory != "none":
-                batch["state"] = roll.first_state
+                roll = roll.with_reward(reward_scale(roll.rows.reward, roll.rows.is_first, run.moments))
+            batch, explained = samples(agent, roll, config)
+            agent.norm.update(run.moments, roll.rows)
 
         # Learn: several passes over the same samples.
         for epoch in range(1, config.update_epochs + 1):  # noqa: B007
@@ -230,13 +230,6 @@ def train(config: Config, run: Run) -> Agent:
             if config.target_kl > 0 and run.agree(metrics["losses/approx_kl"] > config.target_kl):
                 break
 
-        run.log(
-            metrics
-            | grad_metrics
-            | {
-                "losses/explained_variance": variance,
-                "losses/epochs": epoch,
-                "charts/learning_rate": learning_rate,
-            }
-        )
+        run.log(metrics | grad_metrics | {"losses/explained_variance": explained})
+        run.log({"losses/epochs": epoch, "charts/learning_rate": learning_rate})
     return agent

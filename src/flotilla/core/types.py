@@ -6,7 +6,7 @@ Shape legend: T steps, N environments, ... the rest of a space's shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -58,6 +58,10 @@ class Rollout:
     extras: dict[str, Tensor]  # (T, N, ...), as `act` gave them
     first_state: Tensor  # (N, S), the policy's memory before row 0
     last_state: Tensor  # (N, S), and before row T
+
+    def with_reward(self, reward: Tensor) -> Rollout:
+        """The same rollout with other rewards (T + 1, N)."""
+        return replace(self, rows=self.rows._replace(reward=reward))
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ def frames_per_step(env_id: str, options: EnvOptions) -> int:
 def make(env_id: str, options: EnvOptions) -> gym.Env[Any, Any]:
     """The registered environment, without the layers of `gymnasium.make` that only check."""
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")  # its greeting would spoil machine-readable output
+    if options.render_mode == "rgb_array":
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame draws into memory: no display, no complaint
     module, _, registered_id = env_id.rpartition(":")
     if module:
         _import(module, env_id)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from flotilla.core.errors import UsageError
-from flotilla.core.types import Obs
+from flotilla.core.types import Obs, Row
 from flotilla.nets.layers import Moments, RunningNorm, mlp, orthogonal
 
-CnnKind = Literal["nature", "impala"]
+CnnKind = Literal["nature", "a3c", "impala"]
 
 
 def is_image(space: gym.Space[Any]) -> bool:
@@ -31,24 +31,27 @@ def has_image(space: gym.Space[Any]) -> bool:
     return any(is_image(part) for part in parts)
 
 
-class Nature(nn.Sequential):
-    """The convolutions of Mnih et al. 2015: 32 x 8s4, 64 x 4s2, 64 x 3s1, 512 features."""
+STRIDED = {  # (channels, kernel, stride) of each convolution, and the number of features
+    "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),
+    "a3c": (((16, 8, 4), (32, 4, 2)), 256),  # a third of the arithmetic
+}
 
-    def __init__(self, channels: int, height: int, width: int) -> None:
-        convolutions = nn.Sequential(
-            orthogonal(nn.Conv2d(channels, 32, 8, stride=4)),
-            nn.ReLU(inplace=True),
-            orthogonal(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.ReLU(inplace=True),
-            orthogonal(nn.Conv2d(64, 64, 3, stride=1)),
-            nn.ReLU(inplace=True),
-            nn.Flatten(),
-        )
-        if min(height, width) < 36:
-            raise UsageError(f"images of {height}x{width} are too small for --cnn nature (36x36); use --cnn impala")
-        with torch.no_grad():
-            flat = convolutions(torch.zeros(1, channels, height, width)).shape[1]
-        super().__init__(*convolutions, orthogonal(nn.Linear(flat, 512)), nn.ReLU(inplace=True))
+
+class Strided(nn.Sequential):
+    """Strided convolutions and one linear layer: the networks of Mnih et al. 2015 ("nature") and 2016 ("a3c")."""
+
+    def __init__(self, kind: str, channels: int, height: int, width: int) -> None:
+        convolutions, features = STRIDED[kind]
+        layers: list[nn.Module] = []
+        size = [height, width]
+        for out, kernel, stride in convolutions:
+            layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), nn.ReLU(inplace=True)]
+            channels, size = out, [(side - kernel) // stride + 1 for side in size]
+        if min(size) < 1:
+            raise UsageError(f"images of {height}x{width} are too small for --cnn {kind}; use --cnn impala")
+        linear = orthogonal(nn.Linear(channels * size[0] * size[1], features))
+        super().__init__(*layers, nn.Flatten(), linear, nn.ReLU(inplace=True))
+        self.output_dim = features
 
 
 class Residual(nn.Module):
@@ -67,6 +70,8 @@ class Residual(nn.Module):
 class Impala(nn.Sequential):
     """The residual convolutions of Espeholt et al. 2018 (16, 32, 32 channels), 256 features."""
 
+    output_dim = 256
+
     def __init__(self, channels: int, height: int, width: int) -> None:
         layers: list[nn.Module] = []
         for out in (16, 32, 32):
@@ -81,7 +86,7 @@ class Impala(nn.Sequential):
             *layers,
             nn.ReLU(),
             nn.Flatten(),
-            orthogonal(nn.Linear(channels * height * width, 256)),
+            orthogonal(nn.Linear(channels * height * width, self.output_dim)),
             nn.ReLU(inplace=True),
         )
 
@@ -94,11 +99,11 @@ class ImageEncoder(nn.Module):
         first, _, last = space.shape
         self.channels_first = first < last
         channels, height, width = space.shape if self.channels_first else (last, *space.shape[:2])
-        self.net = (Nature if cnn == "nature" else Impala)(channels, height, width)
+        self.net = Impala(channels, height, width) if cnn == "impala" else Strided(cnn, channels, height, width)
         for layer in self.net.modules():
             if isinstance(layer, nn.Conv2d):
                 layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
-        self.output_dim = 512 if cnn == "nature" else 256
+        self.output_dim = self.net.output_dim
 
     def forward(self, image: Tensor) -> Tensor:
         leading = image.shape[:-3]
@@ -125,11 +130,14 @@ class ObsNorm(nn.Module):
             return {key: self.norms[key](x) if key in self.norms else x for key, x in obs.items()}
         return self.norms["obs"](obs) if "obs" in self.norms else obs
 
-    def update(self, moments: Moments, obs: Obs, weight: Tensor) -> None:
-        """Add observations (T, N, ...) where `weight` (T, N) is 1."""
-        parts = obs if isinstance(obs, dict) else {"obs": obs}
+    def update(self, moments: Moments, rows: Row) -> None:
+        """Add the observations of all rows (T + 1, N, ...) but the last, which the next rollout starts with."""
+        if not self.norms:
+            return
+        parts = rows.obs if isinstance(rows.obs, dict) else {"obs": rows.obs}
+        weight = torch.ones_like(rows.reward[:-1]).flatten()
         for key, norm in self.norms.items():
-            norm.update(*moments(parts[key].flatten(0, 1), weight.flatten()))
+            norm.update(*moments(parts[key][:-1].flatten(0, 1), weight))
 
 
 class Encoder(nn.Module):
