@@ -254,7 +254,7 @@ class Run:
         self.sampler.close()
         if self._monitor:
             self._monitor.close(state, message)
-        self._ranks.leave()
+        self._ranks.leave(together=state == "done")
 
     @property
     def exit_code(self) -> int:

@@ -11,6 +11,7 @@ S state of the memory, ... the shape of one observation or action.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +154,8 @@ def check(config: Config, run: Run) -> None:
     for name, (low, high) in limits.items():
         if not low <= getattr(config, name) <= high:  # not a number is never in a range
             raise UsageError(f"{name}={getattr(config, name)} is out of range; choose from {low} to {high}")
+    if min(config.hidden_sizes, default=1) < 1:
+        raise UsageError(f"hidden_sizes={config.hidden_sizes} has a layer without features; give 1 or more each")
     count, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
     if config.memory != "none":
         count, unit = run.num_envs, "environments (sequences, with a memory)"
@@ -186,18 +189,16 @@ def samples(agent: Agent, roll: Rollout, config: Config) -> tuple[dict[str, Any]
     return tree_map(lambda x_TN: x_TN.transpose(0, 1), batch) | {"state": roll.first_state}, explained
 
 
-def shuffled(batch: dict[str, Any], config: Config) -> list[dict[str, Any]]:
-    """The samples in a new order, in equal minibatches.
-
-    In each, `share` sums to 1 over the samples that count, and advantages are standardised over them; done for
-    all minibatches of a pass at once, since for small networks a dozen small operations cost as much as a layer.
-    """
+def shuffled(batch: dict[str, Any], config: Config) -> Iterator[dict[str, Any]]:
+    """The samples in a new order, in equal minibatches; in each, `share` sums to 1 over the samples that count."""
     order_B = torch.randperm(len(batch["adv"]), device=batch["adv"].device)
     parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)), batch)
-    parts["share"] = torch.vmap(shares)(parts.pop("weight"))
-    if config.norm_adv:
-        parts["adv"] = torch.vmap(standardize)(parts["adv"], parts["share"])
-    return [tree_map(lambda x: x[m], parts) for m in range(config.num_minibatches)]  # noqa: B023
+    for m in range(config.num_minibatches):
+        minibatch = tree_map(lambda x: x[m], parts)  # noqa: B023
+        minibatch["share"] = shares(minibatch["weight"])
+        if config.norm_adv:
+            minibatch["adv"] = standardize(minibatch["adv"], minibatch["share"])
+        yield minibatch
 
 
 def train(config: Config, run: Run) -> Agent:

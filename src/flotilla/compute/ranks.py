@@ -49,7 +49,9 @@ class Ranks:
             return bool(flag)
         return bool(self.sum_(torch.as_tensor(flag, dtype=torch.float32)) > 0)
 
-    def leave(self) -> None:
-        """Leave the world; harmless in a world of one."""
+    def leave(self, *, together: bool) -> None:
+        """Leave the world; `together` waits for the others, who must not lose a peer that is still at work."""
         if self.world_size > 1 and dist.is_initialized():
+            if together:
+                dist.barrier()
             dist.destroy_process_group()

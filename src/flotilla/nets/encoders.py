@@ -5,7 +5,7 @@ Shape legend: ... leading dimensions, B batch, D features, C channels, H height,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flotilla.core.errors import UsageError
 from flotilla.core.types import Obs, Row
-from flotilla.nets.layers import Moments, RunningNorm, mlp, orthogonal
+from flotilla.nets.layers import Mlp, Moments, RunningNorm, orthogonal
 
 CnnKind = Literal["nature", "a3c", "impala"]
 
@@ -121,22 +121,24 @@ class ObsNorm(nn.Module):
     def __init__(self, space: gym.Space[Any]) -> None:
         super().__init__()
         parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
-        self.norms: Mapping[str, RunningNorm] = nn.ModuleDict(  # type: ignore[assignment]
-            {key: RunningNorm(_box(part).shape) for key, part in parts.items() if not is_image(part)}
+        self.keys = [key for key, part in parts.items() if not is_image(part)]
+        # A list: the keys are the environment's, and a ModuleDict refuses some, such as "a.b" or "values".
+        self.norms: Sequence[RunningNorm] = nn.ModuleList(  # type: ignore[assignment]
+            RunningNorm(_box(parts[key]).shape) for key in self.keys
         )
 
     def forward(self, obs: Obs) -> Obs:
         if isinstance(obs, dict):
-            return {key: self.norms[key](x) if key in self.norms else x for key, x in obs.items()}
-        return self.norms["obs"](obs) if "obs" in self.norms else obs
+            return obs | {key: norm(obs[key]) for key, norm in zip(self.keys, self.norms, strict=True)}
+        return self.norms[0](obs) if self.keys else obs
 
     def update(self, moments: Moments, rows: Row) -> None:
         """Add the observations of all rows (T + 1, N, ...) but the last, which the next rollout starts with."""
-        if not self.norms:
+        if not self.keys:
             return
         parts = rows.obs if isinstance(rows.obs, dict) else {"obs": rows.obs}
         weight = torch.ones_like(rows.reward[:-1]).flatten()
-        for key, norm in self.norms.items():
+        for key, norm in zip(self.keys, self.norms, strict=True):
             norm.update(*moments(parts[key][:-1].flatten(0, 1), weight))
 
 
@@ -145,23 +147,22 @@ class Encoder(nn.Module):
 
     def __init__(self, space: gym.Space[Any], hidden_sizes: Sequence[int], cnn: CnnKind) -> None:
         super().__init__()
-        self.is_dict = isinstance(space, gym.spaces.Dict)
         parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
         self.image_keys = [key for key, part in parts.items() if is_image(part)]
         self.vector_keys = [key for key in parts if key not in self.image_keys]
-        self.images: Mapping[str, ImageEncoder] = nn.ModuleDict(  # type: ignore[assignment]
-            {key: ImageEncoder(_box(parts[key]), cnn) for key in self.image_keys}
+        self.images: Sequence[ImageEncoder] = nn.ModuleList(  # type: ignore[assignment]
+            ImageEncoder(_box(parts[key]), cnn) for key in self.image_keys
         )
-        self.output_dim = sum(net.output_dim for net in self.images.values())
+        self.output_dim = sum(net.output_dim for net in self.images)
         if self.vector_keys:
             input_dim = sum(int(np.prod(_box(parts[key]).shape)) for key in self.vector_keys)
-            self.vectors = mlp(input_dim, hidden_sizes)
-            self.output_dim += hidden_sizes[-1] if hidden_sizes else input_dim
+            self.vectors = Mlp(input_dim, hidden_sizes)
+            self.output_dim += self.vectors.output_dim
         self.ranks = {key: len(_box(part).shape) for key, part in parts.items()}
 
     def forward(self, obs: Obs) -> Tensor:
         parts = obs if isinstance(obs, dict) else {"obs": obs}
-        features = [net(parts[key]) for key, net in self.images.items()]
+        features = [net(parts[key]) for key, net in zip(self.image_keys, self.images, strict=True)]
         if self.vector_keys:
             flat = [_flatten(parts[key], self.ranks[key]) for key in self.vector_keys]
             features.append(self.vectors(flat[0] if len(flat) == 1 else torch.cat(flat, -1)))

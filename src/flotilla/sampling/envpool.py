@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,11 +72,14 @@ class EnvPoolBackend:
             **task[1],
         )
         self.num_envs = len(seeds)
-        space = self._envs.action_space
+        with warnings.catch_warnings():
+            # Some of its float64 bounds have no equal in float32, which is nothing that a user can change.
+            warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)
+            obs_space, space = self._envs.observation_space, self._envs.action_space
         self._action_dtype = space.dtype
         self._bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
         self._sizes: dict[str, int] = {}  # one-hot sizes of Discrete observation keys
-        self.spec = Spec(self._adapt_space(self._envs.observation_space), _float32(space))
+        self.spec = Spec(self._adapt_space(obs_space), _float32(space))
         self._ended = np.zeros(self.num_envs, bool)
         self._raw = RawEpisodes(self.num_envs)
 

@@ -1,0 +1,64 @@
+"""What the tests share: one thread, hypothesis without memory of its own, and PPO trained in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start, too
+
+import torch
+from hypothesis import settings
+
+from flotilla.algorithms import ppo
+from flotilla.core.config import RunConfig
+from flotilla.run import Run
+
+TrainPpo = Callable[..., ppo.Agent]
+
+settings.register_profile("suite", database=None, deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A run sets the number of threads for the whole process."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def train_ppo(tmp_path: Path) -> TrainPpo:
+    """`train_ppo(env_id, **values)`: the agent after training; values are fields of RunConfig or ppo.Config.
+
+    Without a `run_dir` of its own a run is written below the test's directory.
+    """
+    runs = 0
+
+    def train(env_id: str, **values: Any) -> ppo.Agent:
+        nonlocal runs
+        runs += 1
+        names = {field.name for field in fields(RunConfig)}
+        defaults: dict[str, Any] = {
+            "run_dir": str(tmp_path / f"run{runs}"),
+            "device": "cpu",
+            "threads": 1,
+            "backend": "sync",
+            "dashboard": "none",
+            "eval_episodes": 1,
+        }
+        of_run = {name: value for name, value in values.items() if name in names}
+        config = ppo.Config(**{name: value for name, value in values.items() if name not in names})
+        run = Run("ppo", RunConfig(env_id=env_id, **defaults | of_run), config, {})
+        try:
+            return ppo.train(config, run)
+        finally:
+            run.close("failed")  # says nothing where the run has ended by itself
+
+    return train

@@ -1,0 +1,189 @@
+"""The sampler: what lies side by side in a rollout belongs together, and one rollout goes on where the last ended."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flotilla.core.config import RunConfig
+from flotilla.core.types import Rollout, Row, State, tree_map
+from flotilla.envs.make import EnvOptions
+from flotilla.sampling.choose import make_backend
+from flotilla.sampling.sampler import Sampler
+
+NUM_ENVS, STEPS = 3, 8
+
+
+def sampler(env_id: str = "probe/Counter-v0", first_index: int = 0, **values: Any) -> Sampler:
+    config = RunConfig(env_id=env_id, **values)
+    backend = make_backend(config, EnvOptions(), num_envs=NUM_ENVS, first_index=first_index)
+    return Sampler(backend, torch.device("cpu"), first_index)
+
+
+class Player:
+    """Random actions; remembers how often it acted, as its state and beside each action."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.random = torch.Generator().manual_seed(0)
+
+    def __call__(self, row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        self.rows.append(Row(tree_map(torch.clone, row.obs), *(x.clone() for x in row[1:])))
+        calls = torch.zeros(NUM_ENVS, 1) if state is None else state
+        action = torch.randint(0, 5, (NUM_ENVS,), generator=self.random)
+        return action, calls + 1, {"calls": calls[:, 0], "twice": 2 * action}
+
+
+def kept(roll: Rollout) -> Rollout:
+    """A copy that the next rollout does not overwrite."""
+    rows = Row(tree_map(torch.clone, roll.rows.obs), *(x.clone() for x in roll.rows[1:]))
+    return Rollout(
+        rows, roll.action.clone(), {key: x.clone() for key, x in roll.extras.items()}, roll.first_state, roll.last_state
+    )
+
+
+@pytest.fixture
+def rollouts() -> tuple[Player, list[Rollout], Sampler]:
+    player, made = Player(), sampler()
+    return player, [kept(made.rollout(player, STEPS)) for _ in range(6)], made
+
+
+Made = tuple[Player, list[Rollout], Sampler]
+
+
+def test_shapes_and_dtypes(rollouts: Made) -> None:
+    roll = rollouts[1][0]
+    obs: Any = roll.rows.obs
+    assert (obs["count"].shape, obs["count"].dtype) == ((STEPS + 1, NUM_ENVS, 4), torch.float32)
+    assert (obs["image"].shape, obs["image"].dtype) == ((STEPS + 1, NUM_ENVS, 8, 8, 3), torch.uint8)
+    assert (roll.rows.reward.shape, roll.rows.reward.dtype) == ((STEPS + 1, NUM_ENVS), torch.float32)
+    assert all((x.shape, x.dtype) == ((STEPS + 1, NUM_ENVS), torch.bool) for x in roll.rows[2:])
+    assert (roll.action.shape, roll.action.dtype) == ((STEPS, NUM_ENVS), torch.int64)
+    assert {key: (x.shape, x.dtype) for key, x in roll.extras.items()} == {
+        "calls": ((STEPS, NUM_ENVS), torch.float32),
+        "twice": ((STEPS, NUM_ENVS), torch.int64),
+    }
+    assert roll.first_state.shape == roll.last_state.shape == (NUM_ENVS, 1)
+
+
+def test_row_t_of_one_rollout_is_row_0_of_the_next(rollouts: Made) -> None:
+    _, rolls, _ = rollouts
+    for old, new in pairwise(rolls):
+        for key in ("count", "image"):
+            assert torch.equal(old.rows.obs[key][-1], new.rows.obs[key][0])
+        assert all(torch.equal(x[-1], y[0]) for x, y in zip(old.rows[1:], new.rows[1:], strict=True))
+        assert torch.equal(old.last_state, new.first_state)
+
+
+def test_the_policy_saw_the_rows_that_stand_beside_its_actions(rollouts: Made) -> None:
+    player, rolls, _ = rollouts
+    for number, roll in enumerate(rolls):
+        for t in range(STEPS):
+            seen = player.rows[number * STEPS + t]
+            assert torch.equal(seen.obs["count"], roll.rows.obs["count"][t])
+            assert all(torch.equal(x, y[t]) for x, y in zip(seen[1:], roll.rows[1:], strict=True))
+            assert (roll.extras["calls"][t] == number * STEPS + t).all()
+        assert torch.equal(roll.extras["twice"], 2 * roll.action)
+        assert (roll.first_state == number * STEPS).all()
+        assert (roll.last_state == (number + 1) * STEPS).all()
+
+
+def test_observation_action_and_reward_belong_together(rollouts: Made) -> None:
+    """The counter says which step of which episode a row is, and which action led to it."""
+    _, rolls, _ = rollouts
+    count = torch.cat([roll.rows.obs["count"][:-1] for roll in rolls])
+    image = torch.cat([roll.rows.obs["image"][:-1] for roll in rolls])
+    reward, is_first, is_last, is_terminal = (torch.cat([roll.rows[i][:-1] for roll in rolls]) for i in range(1, 5))
+    action = torch.cat([roll.action for roll in rolls])
+    for n in range(NUM_ENVS):
+        episode, step, last_action, tag = 0, 0, -1, count[0, n, 3].item()
+        for t in range(len(count)):
+            assert count[t, n].tolist() == [episode, step, last_action, tag]
+            assert (image[t, n] == step).all()
+            assert reward[t, n] == step
+            end = step == 3 + episode % 4
+            flags = [is_first[t, n].item(), is_last[t, n].item(), is_terminal[t, n].item()]
+            assert flags == [step == 0, end, end and episode % 2 == 0]
+            episode, step, last_action = (episode + 1, 0, -1) if end else (episode, step + 1, action[t, n].item())
+        assert episode >= 5
+    assert len(set(count[0, :, 3].tolist())) == NUM_ENVS, "environments have seeds of their own"
+
+
+def test_counts(rollouts: Made) -> None:
+    """Ignored actions are no steps; every episode is reported once, with its index, return and length."""
+    _, rolls, made = rollouts
+    ignored = sum(int(roll.rows.is_last[:-1].sum()) for roll in rolls)
+    assert made.env_steps == 6 * STEPS * NUM_ENVS - ignored
+    episodes = made.drain_episodes()
+    assert made.drain_episodes() == []
+    assert len(episodes) == sum(int(roll.rows.is_last[1:].sum()) for roll in rolls)
+    for n in range(NUM_ENVS):
+        mine = [x for x in episodes if x.env_index == n]
+        lengths = [3 + i % 4 for i in range(len(mine))]
+        assert [x.length_steps for x in mine] == lengths
+        assert [x.episodic_return for x in mine] == [length * (length + 1) / 2 for length in lengths]
+    steps = [x.env_steps for x in episodes]
+    assert steps == sorted(set(steps)), "episodes that end together are told apart"
+    assert 0 < steps[0] <= steps[-1] <= made.env_steps + NUM_ENVS
+    assert made.seconds["env"] > 0
+    assert made.seconds["inference"] > 0
+
+
+def test_environments_have_global_indices() -> None:
+    made = sampler(first_index=5)
+    made.rollout(Player(), STEPS)
+    assert {x.env_index for x in made.drain_episodes()} == {5, 6, 7}
+
+
+def test_rollouts_of_another_length_go_on() -> None:
+    player, made = Player(), sampler()
+    for steps in (4, 7, 1, 1, 4):
+        roll = made.rollout(player, steps)
+        assert len(roll.action) == steps == len(roll.rows.reward) - 1
+    seen = torch.stack([row.obs["count"] for row in player.rows])
+    again, once = Player(), sampler()
+    whole = once.rollout(again, 17)
+    assert torch.equal(seen, whole.rows.obs["count"][:-1])
+
+
+@pytest.mark.parametrize(
+    ("env_id", "dtype", "shape"), [("Continuous", torch.float32, (1,)), ("MultiDiscrete", torch.int64, (2,))]
+)
+def test_actions_of_other_spaces(env_id: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """The reward says that the environment got the action that stands in the rollout."""
+    made = sampler(f"probe/{env_id}-v0")
+    torch.manual_seed(0)
+
+    def act(row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        action = torch.rand(NUM_ENVS, 1) * 2 - 1 if env_id == "Continuous" else torch.randint(0, 2, (NUM_ENVS, 2))
+        return action, torch.zeros(NUM_ENVS, 0), {}
+
+    roll = made.rollout(act, 20)
+    assert (roll.action.shape, roll.action.dtype) == ((20, NUM_ENVS, *shape), dtype)
+    obs, acted = roll.rows.obs[:-1].numpy(), roll.rows.is_first[:-1].numpy()
+    action = roll.action.numpy()
+    if env_id == "Continuous":
+        expected = -((action[..., 0] - obs[..., 0] / 2) ** 2)
+    else:
+        wanted = np.stack([obs[..., :2].argmax(-1), obs[..., 2:].argmax(-1)], -1)
+        expected = (action == wanted).mean(-1)
+    np.testing.assert_allclose(roll.rows.reward[1:].numpy()[acted], expected[acted], atol=1e-6)
+    assert acted.sum() == 30
+
+
+def test_an_environment_that_raises_is_named() -> None:
+    made = sampler("CartPole-v1")
+
+    def act(row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        return torch.tensor([0, 1, 7]), torch.zeros(NUM_ENVS, 0), {}
+
+    with pytest.raises(RuntimeError, match=r"environment 2 .*CartPole.* in step") as caught:
+        made.rollout(act, 1)
+    assert caught.value.__cause__ is not None
+    made.close()
+    made.close()
