@@ -43,6 +43,7 @@ WORKS = {
 
 def flotilla(work: Work, threads: int) -> float:
     """Environment steps per second, the ignored steps between episodes not counted."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
     from flotilla.algorithms import ppo
     from flotilla.core.config import RunConfig
     from flotilla.run import train

@@ -58,6 +58,8 @@ first steps:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Threads of torch that wait sleep, rather than spin on cores that simulators could use; read when torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # here, where a closed pipe can still be handled

@@ -195,9 +195,10 @@ def test_continuous_is_not_learned_blindly(train_ppo: Train, monkeypatch: pytest
 
 MEMORY: dict[str, Any] = COMMON | {
     "num_envs": 16,
-    "total_timesteps": 24_576,
+    "total_timesteps": 32_768,
+    "learning_rate": 5e-3,
     "gamma": 0.99,
-    "memory_size": 32,
+    "memory_size": 16,
     "ent_coef": 0.01,
 }
 

@@ -40,8 +40,7 @@ def save(
         for name, tensors in ((MODEL, model), (TRAINER, trainer)):
             save_file({key: x.detach().cpu().contiguous() for key, x in tensors.items()}, temporary / name)
         (temporary / COUNTERS).write_text(json.dumps(counters, indent=1))
-        hashes = {name: _sha256(temporary / name) for name in (MODEL, TRAINER, COUNTERS)}
-        (temporary / MANIFEST).write_text(json.dumps(hashes, indent=1))
+        (temporary / MANIFEST).write_text(json.dumps(_hashes(temporary), indent=1))
         for file in temporary.iterdir():
             _sync(file)
         shutil.rmtree(target, ignore_errors=True)
@@ -76,15 +75,18 @@ def newest(root: Path) -> Path:
 
 def _is_whole(path: Path) -> bool:
     try:
-        hashes = json.loads((path / MANIFEST).read_text())
-        return all(_sha256(path / name) == value for name, value in hashes.items())
+        return bool(json.loads((path / MANIFEST).read_text()) == _hashes(path))
     except (OSError, ValueError):
         return False
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hashes(path: Path) -> dict[str, str]:
+    """The sha256 of each file that a checkpoint must have."""
+    hashes = {}
+    for name in (MODEL, TRAINER, COUNTERS):
+        with (path / name).open("rb") as file:
+            hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return hashes
 
 
 def _sync(path: Path) -> None:

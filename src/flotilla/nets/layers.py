@@ -106,7 +106,10 @@ class Memory(nn.Module):
             return x_BTD, state_BS
         keep_BT = (~is_first_BT).to(x_BTD.dtype)
         outputs = []
-        for x_BD, keep_B in zip(x_BTD.unbind(1), keep_BT.unbind(1), strict=True):
+        # A copy with time first: from slices of a (B, T, D) tensor, torch 2.13's compiler silently loses most of the
+        # gradient of the cell's input weights.
+        x_TBD = x_BTD.transpose(0, 1).contiguous()
+        for x_BD, keep_B in zip(x_TBD.unbind(0), keep_BT.unbind(1), strict=True):
             state_BS = state_BS * keep_B.unsqueeze(-1)
             if isinstance(self.cell, nn.LSTMCell):
                 hidden, cell = state_BS.chunk(2, -1)

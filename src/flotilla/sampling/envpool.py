@@ -63,14 +63,17 @@ class EnvPoolBackend:
             )
         self._is_atari = suite_of(env_id) == "atari"
         self._clip = self._is_atari and options.training
-        self._envs = envpool.make(
-            task[0],
-            env_type="gymnasium",
-            num_envs=len(seeds),
-            num_threads=num_threads,
-            seed=np.asarray(seeds, np.int32),
-            **task[1],
-        )
+        try:
+            self._envs = envpool.make(
+                task[0],
+                env_type="gymnasium",
+                num_envs=len(seeds),
+                num_threads=num_threads,
+                seed=np.asarray(seeds, np.int32),
+                **task[1],
+            )
+        except ImportError as error:  # Procgen's need of Qt's libraries
+            raise UsageError(f"backend 'envpool' cannot make '{env_id}': {error}") from error
         self.num_envs = len(seeds)
         with warnings.catch_warnings():
             # Some of its float64 bounds have no equal in float32, which is nothing that a user can change.
