@@ -19,11 +19,11 @@ from flotilla.envs.make import EnvOptions
 from flotilla.sampling.base import Array, Finished, RowArrays
 from flotilla.sampling.choose import choose, make_backend
 
-PONG, BREAKOUT = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4"
+PONG, BREAKOUT, INVADERS = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4", "SpaceInvadersNoFrameskip-v4"
 ATARI = [("sync", BREAKOUT), ("ale", BREAKOUT), ("envpool", BREAKOUT)]
 TIME_LIMITED = [("sync", "Pendulum-v1", 200), ("envpool", "Pendulum-v1", 200), ("envpool", "HalfCheetah-v5", 1000)]
 CASES = [("sync", "CartPole-v1"), ("envpool", "CartPole-v1"), *(case[:2] for case in TIME_LIMITED), *ATARI]
-STEPS = {"HalfCheetah-v5": 1050, "CartPole-v1": 2000, "Pendulum-v1": 1050, PONG: 1000, BREAKOUT: 1000}
+STEPS = {"HalfCheetah-v5": 1050, "CartPole-v1": 2000, "Pendulum-v1": 1050, BREAKOUT: 1000}
 NUM_ENVS = 3
 
 pytestmark = pytest.mark.skipif(
@@ -184,13 +184,15 @@ def test_a_lost_life_ends_the_row_but_not_the_game(name: str, env_id: str) -> No
 
 @pytest.mark.parametrize(("name", "env_id"), ATARI)
 def test_rewards_are_clipped_in_training_only(name: str, env_id: str) -> None:
+    """Pong counts points either way, Space Invaders in fives and tens."""
     trained = random_play(name, env_id)
     assert set(np.unique(trained.reward)) == {0, 1}
-    # Pong counts points either way; random play loses them.
-    pong, whole = play(name, PONG, 250), play(name, PONG, 250, training=False)
-    assert set(np.unique(pong.reward)) <= {-1, 0, 1}
-    assert (pong.reward < 0).any()
+    pong, whole = play(name, PONG, 150), play(name, PONG, 150, training=False)
+    assert set(np.unique(pong.reward)) == {-1, 0}, "random play loses points"
     np.testing.assert_array_equal(pong.obs, whole.obs)  # a game without lives is the same in both
+    invaders, scored = play(name, INVADERS, 100), play(name, INVADERS, 100, training=False)
+    assert set(np.unique(invaders.reward)) == {0, 1}
+    assert scored.reward.max() >= 5
 
 
 @pytest.mark.parametrize(("name", "env_id"), ATARI)
@@ -202,6 +204,18 @@ def test_stacks_move_by_one_image_newest_last(name: str, env_id: str) -> None:
     newest = rows.obs[:, :, 3].astype(float)
     assert 20 < newest.mean() < 90, "grey levels of the screen, not of something else"
     assert (newest[1:][goes_on] != newest[:-1][goes_on]).any((1, 2)).mean() > 0.5
+
+
+@pytest.mark.parametrize("name", ["sync", "envpool"])
+def test_an_action_beyond_its_bounds_is_the_bound(name: str) -> None:
+    """The reward of HalfCheetah has a cost of the action, which would be nine times as large."""
+
+    def push(strength: float) -> Policy:
+        return lambda obs, t: np.full((NUM_ENVS, 6), strength if t % 4 < 2 else -strength, np.float32)
+
+    far, near = (play(name, "HalfCheetah-v5", 20, policy=push(strength)) for strength in (3.0, 1.0))
+    np.testing.assert_array_equal(far.obs, near.obs)
+    np.testing.assert_array_equal(far.reward, near.reward)
 
 
 @pytest.mark.parametrize(
