@@ -1,7 +1,7 @@
 """PPO end to end, environment steps per second with learning, Flotilla beside Stable-Baselines3 in one run.
 
-    python benchmarks/ppo.py                       every work, 3 pairs each
-    python benchmarks/ppo.py --work pong --pairs 5
+    python benchmarks/ppo.py                       every work, 3 rounds
+    python benchmarks/ppo.py --work pong --rounds 5
 
 The packages take turns, each run in a fresh process with the same hyper-parameters, networks and environment
 wrappers; the rate is read from the start of the second iteration to the start of the last, so that whole
@@ -11,6 +11,7 @@ iterations count, learning and logging included, and start-up does not.  Needs `
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ WORKS = {
 }
 
 
-def flotilla(work: Work, threads: int) -> float:
+def flotilla(work: Work, threads: int, compile: Literal["none", "default"] = "none") -> float:
     """Environment steps per second, the ignored steps between episodes not counted."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
     from flotilla.algorithms import ppo
@@ -65,6 +68,7 @@ def flotilla(work: Work, threads: int) -> float:
         total_timesteps=work.num_envs * work.num_steps * (work.iterations + 2),
         run_dir=os.path.join(tempfile.mkdtemp(), "run"),
         threads=threads,
+        compile=compile,
         dashboard="plain",
     )
     is_cheetah = work.env_id.startswith("HalfCheetah")
@@ -129,7 +133,11 @@ def sb3(work: Work, threads: int) -> float:
     return (last - first) * work.num_envs / (marks[last] - marks[first])
 
 
-PEERS = {"flotilla": flotilla, "sb3": sb3}
+PEERS: dict[str, Callable[[Work, int], float]] = {
+    "flotilla": flotilla,
+    "flotilla --compile": functools.partial(flotilla, compile="default"),
+    "sb3": sb3,
+}
 
 
 def measure(peer: str, name: str, threads: int) -> float:
@@ -145,7 +153,7 @@ def measure(peer: str, name: str, threads: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=[*WORKS, "all"], default="all")
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: what each package does unasked")
     parser.add_argument("--one", choices=list(PEERS), help="measure one package in this process")
     args = parser.parse_args()
@@ -153,16 +161,19 @@ def main() -> None:
         rate = PEERS[args.one](WORKS[args.work], args.threads)
         print(json.dumps({"peer": args.one, "work": args.work, "steps_per_s": round(rate, 1)}))
         return
-    print("| work | flotilla steps/s (min .. max) | sb3 steps/s (min .. max) | ratio, median of pairs (min .. max) |")
+    print("| work | package | steps/s, median (min .. max) | ratio to sb3, median of rounds (min .. max) |")
     print("|---|---|---|---|")
     for name in WORKS if args.work == "all" else [args.work]:
-        pairs = [tuple(measure(peer, name, args.threads) for peer in PEERS) for _ in range(args.pairs)]
-        ours, theirs = zip(*pairs, strict=True)
-        cells = [summary(ours, ",.0f"), summary(theirs, ",.0f"), summary([a / b for a, b in pairs], ".2f")]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        rounds = [{peer: measure(peer, name, args.threads) for peer in PEERS} for _ in range(args.rounds)]
+        for peer in PEERS:
+            rates = summary([one[peer] for one in rounds], ",.0f")
+            print(
+                f"| {name} | {peer} | {rates} | {summary([one[peer] / one['sb3'] for one in rounds], '.2f')} |",
+                flush=True,
+            )
 
 
-def summary(values: tuple[float, ...] | list[float], form: str) -> str:
+def summary(values: list[float], form: str) -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} .. {max(values):{form}})"
 
 

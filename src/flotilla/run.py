@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -247,7 +249,8 @@ class Run:
             raise KeyboardInterrupt
         self._stop_signal = number
         if self._monitor:
-            self._monitor.note("stopping after this iteration; Ctrl-C again ends at once")
+            with contextlib.suppress(RuntimeError):  # the signal may have come in the middle of another print
+                self._monitor.note("stopping after this iteration; Ctrl-C again ends at once")
 
     def close(self, state: State, message: str = "") -> None:
         """Free everything; the state is written unless the run has ended by itself."""
@@ -273,7 +276,7 @@ def train(algorithm: str, run_config: RunConfig, config: Any, presets: list[str]
         raise
     except KeyboardInterrupt:
         run.close("interrupted", "ended at once")
-        return EXIT_INTERRUPTED
+        return run.exit_code or EXIT_INTERRUPTED
     except BaseException:
         text = traceback.format_exc()
         run.close("failed", text.strip().splitlines()[-1])
@@ -360,7 +363,9 @@ def _load_config(run_dir: Path) -> tuple[str, ModuleType, RunConfig, Any]:
 def _run_dir(config: RunConfig, algorithm: str) -> Path:
     if config.run_dir == "auto":
         env = config.env_id.replace("/", "-").replace(":", "-")
-        return Path("runs") / f"{algorithm}-{env}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        stem = f"runs/{algorithm}-{env}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        paths = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+        return next(path for path in map(Path, paths) if not path.exists())
     path = Path(config.run_dir)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"run_dir '{path}' exists and is not empty; choose another --run-dir or remove it")
@@ -369,7 +374,9 @@ def _run_dir(config: RunConfig, algorithm: str) -> Path:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU a rank
     try:
         device = torch.device(name)
     except RuntimeError:

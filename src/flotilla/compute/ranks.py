@@ -16,7 +16,6 @@ class Ranks:
     """This process's place among all ranks; every method is a collective that all ranks must call together."""
 
     rank: int = 0
-    local_rank: int = 0
     world_size: int = 1
 
     @classmethod
@@ -24,8 +23,10 @@ class Ranks:
         """The world that torchrun describes in the environment (RANK, WORLD_SIZE, ...), else a world of one."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timedelta(minutes=10))
-        return cls(dist.get_rank(), int(os.environ["LOCAL_RANK"]), dist.get_world_size())
+        # gloo beside nccl, for the decisions that lie on the host; the time limit is longer than an evaluation.
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=1))
+        return cls(dist.get_rank(), dist.get_world_size())
 
     def sum_(self, x: Tensor) -> Tensor:
         """`x`, replaced by its sum over ranks."""
