@@ -67,7 +67,13 @@ def commands(language: str, text: str) -> Iterator[Snippet]:
 
 
 def without_running(words: list[str]) -> None:
-    """`make` finds the target and expands it; `pip` names extras that exist."""
+    """`make` finds the target and expands it; `pip` names extras that exist; a benchmark has the flags named."""
+    if words[0] == "python":
+        command = [sys.executable, str(ROOT / words[1]), "--help"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        missing = [word for word in words[2:] if not word.isdigit() and word not in said]
+        assert not missing, f"{words[1]} does not know {missing}"
+        return
     if words[0] == "make":
         subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, check=True, capture_output=True)
         return
