@@ -227,6 +227,7 @@ class Run:
             self._evaluate()
             if self.config.capture_video:
                 self._capture_video()
+        self._monitor.note(f"results: {self._run_dir}")
         self._monitor.close(
             "interrupted" if self._stop_signal else "done",
             signal.Signals(self._stop_signal).name if self._stop_signal else "",
