@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flotilla.nets.layers import Memory, MemoryKind, Mlp, orthogonal, tanh
+from flotilla.nets.layers import Memory, MemoryKind, Mlp, orthogonal
 
 KINDS: list[MemoryKind] = ["lstm", "gru"]
 
@@ -127,12 +127,3 @@ def test_mlp_uses_the_weights_that_it_has_now() -> None:
     before.sum().backward()
     optimizer.step()
     assert (net(x) != before).all()
-
-
-@pytest.mark.parametrize("size", [100, 10_000])
-def test_tanh(size: int) -> None:
-    ours, theirs = (torch.linspace(-12, 12, size).requires_grad_() for _ in range(2))
-    torch.testing.assert_close(tanh(ours), torch.tanh(theirs), atol=1e-6, rtol=0)
-    tanh(ours).sum().backward()
-    torch.tanh(theirs).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=0)
