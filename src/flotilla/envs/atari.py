@@ -119,6 +119,7 @@ class AtariScreen(gym.Wrapper[Any, Any, Any, Any]):
         super().__init__(emulator)
         self._resize, self._area = cv2.resize, cv2.INTER_AREA
         self.ale = emulator.ale
+        self.metadata = {**emulator.metadata, "render_fps": 60 // FRAME_SKIP}  # a video plays in real time
         self._actions = list(emulator._action_set)
         self._noop_max = game.noop_max
         meanings = emulator.get_action_meanings()
