@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flotilla.compute.ranks import Ranks
-from flotilla.compute.statistics import is_finite, moments
+from flotilla.compute.statistics import moments
 from flotilla.core.types import Row
 from flotilla.nets.encoders import ObsNorm
 from flotilla.nets.layers import RewardScale, RunningNorm
@@ -37,12 +37,6 @@ def test_moments_of_nothing_and_of_bytes() -> None:
     assert (mean.tolist(), var.tolist(), count.item()) == ([0, 0], [0, 0], 0)
     mean, var, _ = moments_here(torch.tensor([200, 250], dtype=torch.uint8), torch.ones(2))
     assert (mean.item(), var.item()) == (225, 625)
-
-
-def test_is_finite() -> None:
-    assert is_finite(torch.tensor([1.0, -3e38]))
-    assert not is_finite(torch.tensor([1.0, torch.inf]))
-    assert not is_finite(torch.tensor([torch.nan]))
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 10_000))

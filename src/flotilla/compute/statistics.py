@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flotilla.compute.ranks import Ranks
@@ -20,8 +19,3 @@ def moments(ranks: Ranks, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Te
     mean = ranks.sum_((x * weight_B).sum(0)) / safe
     var = ranks.sum_(((x - mean).square() * weight_B).sum(0)) / safe
     return mean, var, count
-
-
-def is_finite(x: Tensor) -> Tensor:
-    """Whether all of x is finite, as a tensor: no host synchronisation."""
-    return torch.isfinite(x).all()

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 64  # sysexits' EX_USAGE: never retry
-EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: run me again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 
