@@ -90,7 +90,7 @@ class Sampler:
         if old is None:
             self._backend.reset(buffers.arrays[0])
         else:
-            _copy(old.host_row(old.num_steps), buffers.host_row(0))
+            _copy(old.host_rows[-1], buffers.host_rows[0])
         buffers.to_device(0)
         return buffers
 
@@ -99,7 +99,7 @@ class _Buffers:
     """T + 1 rows and T actions: on the host, where backends write, and on the device, where networks read."""
 
     def __init__(self, spec: Spec, num_envs: int, num_steps: int, device: torch.device) -> None:
-        self.num_steps, self._device = num_steps, device
+        self.num_steps = num_steps
         self._on_host = device.type == "cpu"
         pin, leading = device.type == "cuda", (num_steps + 1, num_envs)
         reward = torch.zeros(leading, pin_memory=pin)
@@ -112,14 +112,11 @@ class _Buffers:
         self.extras: dict[str, Tensor] = {}
         # Views made once: slicing costs as much as a small network.
         self.device_rows = [self.rows.at(t) for t in range(num_steps + 1)]
-        self._host_rows = [self._host.at(t) for t in range(num_steps + 1)]
-        self.arrays = [RowArrays(*(_numpy(part) for part in row)) for row in self._host_rows]
+        self.host_rows = [self._host.at(t) for t in range(num_steps + 1)]
+        self.arrays = [RowArrays(*(_numpy(part) for part in row)) for row in self.host_rows]
         self._host_action = self.action if self._on_host else torch.empty_like(self.action, device="cpu")
         self.host_actions = list(self._host_action.numpy())
         self._action_rows = list(self.action)
-
-    def host_row(self, t: int) -> Row:
-        return self._host_rows[t]
 
     def keep(self, t: int, action: Tensor, extras: dict[str, Tensor]) -> None:
         """Store what the policy gave at step t, and bring the action to the host."""
@@ -136,15 +133,17 @@ class _Buffers:
 
     def to_device(self, t: int) -> None:
         if not self._on_host:
-            _copy(self._host_rows[t], self.device_rows[t])
+            _copy(self.host_rows[t], self.device_rows[t])
 
 
 def _copy(source: Row, target: Row) -> None:
-    for x, y in zip(source, target, strict=True):
-        for key in x if isinstance(x, dict) else ():
-            y[key].copy_(x[key], non_blocking=True)  # type: ignore[index]
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            y.copy_(x, non_blocking=True)
+    pairs: list[tuple[Any, Any]] = list(zip(source[1:], target[1:], strict=True))
+    if isinstance(source.obs, dict) and isinstance(target.obs, dict):
+        pairs += zip(source.obs.values(), target.obs.values(), strict=True)
+    else:
+        pairs.append((source.obs, target.obs))
+    for one, other in pairs:
+        other.copy_(one, non_blocking=True)
 
 
 def _numpy(part: Any) -> Any:
