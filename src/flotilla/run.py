@@ -9,7 +9,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
@@ -38,7 +38,6 @@ from flotilla.sampling.choose import choose, make_backend
 from flotilla.sampling.sampler import Sampler
 
 M = TypeVar("M", bound=nn.Module)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Run:
@@ -94,11 +93,7 @@ class Run:
         self, parameters: Iterable[nn.Parameter], learning_rate: float, *, clip: float, eps: float
     ) -> Optimizer:
         """Adam with gradient clipping, over all ranks."""
-        return Optimizer(parameters, learning_rate, clip=clip, eps=eps, ranks=self._ranks)
-
-    def compile(self, fn: F) -> F:
-        """`fn`, compiled where the configuration says so."""
-        return fn if self.config.compile == "none" else torch.compile(fn)  # type: ignore[return-value]
+        return Optimizer(parameters, learning_rate, clip=clip, eps=eps, ranks=self._ranks, compile=self.config.compile)
 
     def moments(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and count of data (B, ...) of weight (B) on all ranks."""

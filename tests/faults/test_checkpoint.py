@@ -75,7 +75,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     space = gym.spaces.Box(0, 255, (3, 36, 36), np.uint8)
     agent = ppo.Agent(Spec(space, gym.spaces.Discrete(2)), ppo.Config(memory="lstm"))
     opt = Optimizer(agent.parameters(), 0.1, clip=0.0, eps=1e-5, ranks=Ranks())
-    opt.step(sum((p.square().sum() for p in agent.parameters()), torch.zeros(())))
+    opt.step(lambda: (sum((p.square().sum() for p in agent.parameters()), torch.zeros(())), {}))
     path = checkpoint.save(tmp_path, 7, agent.state_dict(), opt.state_dict(), {"env_steps": 7})
     loaded = checkpoint.load_model(path)
     assert loaded.keys() == agent.state_dict().keys()

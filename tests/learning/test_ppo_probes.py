@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -40,13 +41,14 @@ def seen(*observations: list[float]) -> Row:
 
 @torch.no_grad()
 def values(agent: ppo.Agent, *observations: list[float]) -> list[float]:
-    found: Tensor = agent.step(seen(*observations), None)[1]
+    found: Tensor = agent.value(agent.norm(seen(*observations).obs))
     return found.tolist()
 
 
 @torch.no_grad()
 def best_actions(agent: ppo.Agent, *observations: list[float]) -> Any:
-    return agent.step(seen(*observations), None)[0].mode().tolist()
+    acting = copy.deepcopy(agent).eval()
+    return acting.act(seen(*observations), None)[0].tolist()
 
 
 def score(agent: ppo.Agent, env_id: str, episodes: int = 50) -> float:

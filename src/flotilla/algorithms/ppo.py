@@ -73,29 +73,35 @@ class Agent(nn.Module):
         is_box = isinstance(spec.action_space, gym.spaces.Box)
         self.log_std = nn.Parameter(torch.zeros(size), requires_grad=is_box) if is_box else torch.zeros(0)
 
-    def forward(self, obs: Obs, state: State, is_first: Tensor) -> tuple[Distribution, Tensor, State]:
+    def forward(self, obs: Obs, state: Tensor, is_first: Tensor) -> tuple[Distribution, Tensor, Tensor]:
         """Policy, value and next state of normalised observations (B, ...); with a memory (B, T, ...)."""
+        policy, features, state = self.policy(obs, state, is_first)
+        return policy, self.value(obs, features), state
+
+    def policy(self, obs: Obs, state: Tensor, is_first: Tensor) -> tuple[Distribution, Tensor, Tensor]:
+        """The policy, what the actor's head reads, and the next state."""
         features = self.encoder(obs)
         if self.memory.cell is not None:
             features, state = self.memory(features, state, is_first)
-        policy = distribution(self.action_space, self.actor(features), self.log_std)
-        value = self.critic(features if self.critic_encoder is None else self.critic_encoder(obs))
-        return policy, value.squeeze(-1), state
+        return distribution(self.action_space, self.actor(features), self.log_std), features, state
 
-    def step(self, row: Row, state: State) -> tuple[Distribution, Tensor, Tensor]:
-        """`forward` of one row (N, ...) as it arrives; the policy has shape (N) or, with a memory, (N, 1)."""
+    def value(self, obs: Obs, features: Tensor | None = None) -> Tensor:
+        """The value, from the features of the policy or, where the critic has its own encoder, without them."""
+        features = features if self.critic_encoder is None else self.critic_encoder(obs)
+        return self.critic(features).squeeze(-1)  # type: ignore[no-any-return]
+
+    def act(self, row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """A draw from the policy; its mode when the module is in eval mode.  Row (N, ...), as it arrives."""
         if state is None:
             state = torch.zeros(len(row.reward), self.memory.state_dim, device=row.reward.device)
         obs, is_first = self.norm(row.obs), row.is_first
         if self.memory.cell is not None:
             obs, is_first = tree_map(lambda x: x.unsqueeze(1), obs), is_first.unsqueeze(1)
-        return self(obs, state, is_first)  # type: ignore[no-any-return]
-
-    def act(self, row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """A draw from the policy; its mode when the module is in eval mode."""
-        policy, value, state = self.step(row, state)
+        policy, features, state = self.policy(obs, state, is_first)
         action = policy.sample() if self.training else policy.mode()
-        extras = {"log_prob": policy.log_prob(action), "value": value}
+        extras = {"log_prob": policy.log_prob(action)}
+        if self.critic_encoder is None:
+            extras["value"] = self.value(obs, features)
         if self.memory.cell is not None:
             return action.squeeze(1), state, {name: x.squeeze(1) for name, x in extras.items()}
         return action, state, extras
@@ -104,13 +110,13 @@ class Agent(nn.Module):
 def loss(agent: Agent, batch: dict[str, Any], config: Config, clip_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate, the value loss and the entropy bonus (Schulman et al. 2017, eq. 7 and 9).
 
-    Sums weighted by `share` are means over the samples that count.
+    Means are over the samples that count: their shares sum to 1.
     """
-    share = batch["share"]
+    share = shares(batch["weight"])
     policy, value, _ = agent(batch["obs"], batch.get("state"), batch["is_first"])
     log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     ratio = log_ratio.exp()
-    adv = batch["adv"]
+    adv = standardize(batch["adv"], share) if config.norm_adv else batch["adv"]
     surrogate = torch.minimum(adv * ratio, adv * ratio.clamp(1 - clip_coef, 1 + clip_coef))
     policy_loss = -weighted_sum(surrogate, share)
 
@@ -127,9 +133,9 @@ def loss(agent: Agent, batch: dict[str, Any], config: Config, clip_coef: float) 
 
 
 @torch.no_grad()
-def diagnostics(terms: dict[str, Tensor], share: Tensor, clip_coef: float) -> dict[str, Tensor]:
+def diagnostics(terms: dict[str, Tensor], weight: Tensor, clip_coef: float) -> dict[str, Tensor]:
     """The metrics of one minibatch; the two estimates of KL(old || new) are k1 and k3 of Schulman 2020."""
-    log_ratio = terms.pop("log_ratio")
+    share, log_ratio = shares(weight), terms.pop("log_ratio")
     ratio = log_ratio.exp()
     terms["old_approx_kl"] = weighted_sum(-log_ratio, share)
     terms["approx_kl"] = weighted_sum(ratio - 1 - log_ratio, share)
@@ -170,11 +176,15 @@ def samples(agent: Agent, roll: Rollout, config: Config) -> tuple[dict[str, Any]
 
     Single steps (T * N, ...), or whole sequences (N, T, ...) for a memory.
     """
-    rows, value_TN = roll.rows, roll.extras["value"]
-    last_value_N = agent.act(rows.at(-1), roll.last_state)[2]["value"]
-    adv_TN = gae(rows, torch.cat([value_TN, last_value_N[None]]), config.gamma, config.gae_lambda)
+    rows, obs_T1N = roll.rows, agent.norm(roll.rows.obs)
+    if agent.critic_encoder is None:  # they came with the actions, as they share the costly part
+        last_value_N = agent.act(rows.at(-1), roll.last_state)[2]["value"]
+        value_T1N = torch.cat([roll.extras["value"], last_value_N[None]])
+    else:  # one large batch costs less than T small ones
+        value_T1N = agent.value(obs_T1N)
+    adv_TN, value_TN = gae(rows, value_T1N, config.gamma, config.gae_lambda), value_T1N[:-1]
     batch: dict[str, Any] = {
-        "obs": agent.norm(tree_map(lambda x: x[:-1], rows.obs)),
+        "obs": tree_map(lambda x_T1N: x_T1N[:-1], obs_T1N),
         "is_first": rows.is_first[:-1],
         "action": roll.action,
         "log_prob": roll.extras["log_prob"],
@@ -190,15 +200,11 @@ def samples(agent: Agent, roll: Rollout, config: Config) -> tuple[dict[str, Any]
 
 
 def shuffled(batch: dict[str, Any], config: Config) -> Iterator[dict[str, Any]]:
-    """The samples in a new order, in equal minibatches; in each, `share` sums to 1 over the samples that count."""
+    """The samples in a new order, in equal minibatches."""
     order_B = torch.randperm(len(batch["adv"]), device=batch["adv"].device)
     parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)), batch)
     for m in range(config.num_minibatches):
-        minibatch = tree_map(lambda x: x[m], parts)  # noqa: B023
-        minibatch["share"] = shares(minibatch["weight"])
-        if config.norm_adv:
-            minibatch["adv"] = standardize(minibatch["adv"], minibatch["share"])
-        yield minibatch
+        yield tree_map(lambda x: x[m], parts)  # noqa: B023
 
 
 def train(config: Config, run: Run) -> Agent:
@@ -206,7 +212,6 @@ def train(config: Config, run: Run) -> Agent:
     agent = run.place(Agent(run.spec, config))
     opt = run.optimizer(agent.parameters(), config.learning_rate, clip=config.max_grad_norm, eps=config.adam_eps)
     reward_scale = run.place(RewardScale(run.num_envs, config.gamma))
-    act, loss_fn = run.compile(agent.act), run.compile(loss)
     run.state(agent=agent, opt=opt, reward_scale=reward_scale)
 
     for progress in run.ticks():
@@ -215,7 +220,7 @@ def train(config: Config, run: Run) -> Agent:
         opt.set_lr(learning_rate)
 
         # Sample: T steps of every environment with the policy as it is now.
-        roll = run.sampler.rollout(act, config.num_steps)
+        roll = run.sampler.rollout(agent.act, config.num_steps)
         with torch.no_grad():
             if config.norm_reward:
                 roll = roll.with_reward(reward_scale(roll.rows.reward, roll.rows.is_first, run.moments))
@@ -225,12 +230,11 @@ def train(config: Config, run: Run) -> Agent:
         # Learn: several passes over the same samples.
         for epoch in range(1, config.update_epochs + 1):  # noqa: B007
             for minibatch in shuffled(batch, config):
-                total, terms = loss_fn(agent, minibatch, config, clip_coef)
-                grad_metrics = opt.step(total)
-            metrics = diagnostics(terms, minibatch["share"], clip_coef)
+                terms = opt.step(loss, agent, minibatch, config, clip_coef)
+            metrics = diagnostics(terms, minibatch["weight"], clip_coef)
             if config.target_kl > 0 and run.agree(metrics["losses/approx_kl"] > config.target_kl):
                 break
 
-        run.log(metrics | grad_metrics | {"losses/explained_variance": explained})
-        run.log({"losses/epochs": epoch, "charts/learning_rate": learning_rate})
+        run.log(metrics | {"losses/explained_variance": explained, "losses/epochs": epoch})
+        run.log({"charts/learning_rate": learning_rate})
     return agent

@@ -23,7 +23,7 @@ class RunConfig:
     run_dir: str = "auto"  # directory of the run; auto: runs/<algorithm>-<env>-seed<seed>-<time>
     device: str = "auto"  # auto | cpu | cuda | cuda:1; auto takes a GPU where there is one
     threads: int = 0  # CPU threads of the learner; 0: one for small networks, all cores for convolutions
-    compile: Literal["none", "default"] = "none"  # torch.compile of act and loss (pays off in long runs)
+    compile: Literal["none", "default"] = "none"  # torch.compile of losses and their gradients (pays off in long runs)
     eval_every: int = 0  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, on environments of their own
     eval_policy: Literal["mode", "sample"] = "mode"  # an evaluation's action: the most likely, or a draw

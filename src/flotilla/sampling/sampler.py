@@ -78,7 +78,7 @@ class Sampler:
                     env_steps=self.env_steps + finished.env_index + 1,
                 )
             )
-        self.env_steps += self.num_envs - int(now.is_last.sum())
+        self.env_steps += self.num_envs - int(np.count_nonzero(now.is_last))
 
     def _buffers_of(self, num_steps: int) -> _Buffers:
         """The buffers with row 0 filled: by a reset at the start, else by the last row of the rollout before."""
