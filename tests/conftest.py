@@ -25,6 +25,14 @@ settings.register_profile("suite", database=None, deadline=None, derandomize=Tru
 settings.load_profile("suite")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What autotune measures here is not for this user's runs, nor the other way round."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """A run sets the number of threads for the whole process."""

@@ -4,15 +4,13 @@ Everything heavy is imported by the command that needs it, so that `flotilla --h
 """
 
 import contextlib
-import io
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from flotilla import __version__
 from flotilla.core.config import RunConfig
@@ -25,17 +23,7 @@ from flotilla.core.errors import (
     nearest,
 )
 from flotilla.core.names import ALGORITHMS, load
-
-if TYPE_CHECKING:
-    from tyro.constructors import ConstructorRegistry
-
-# The names that people bring along from other packages.
-ALIASES = {
-    "--task": "--env-id",
-    "--envs": "--num-envs",
-    "--logdir": "--run-dir",
-    "--configs": "--preset",
-}
+from flotilla.flags import parse, without_auto
 
 HELP = f"""usage: flotilla <command> [options]
 
@@ -43,6 +31,7 @@ HELP = f"""usage: flotilla <command> [options]
   eval RUN              play episodes with the agent of a run
   envs [FILTER]         list the environments that can be trained on
   describe <algorithm>  show the configuration, the spaces and the parameters, without training
+  bench sampling        measure how fast an environment can be stepped here
   doctor                look at this machine and say what to change
 
   <algorithm>           {", ".join(ALGORITHMS)}
@@ -81,6 +70,7 @@ def _dispatch(arguments: list[str]) -> int:
         "eval": _eval,
         "envs": _envs,
         "describe": _describe,
+        "bench": _bench,
         "doctor": _doctor,
     }
     if not arguments:
@@ -138,7 +128,7 @@ def _eval(arguments: list[str]) -> int:
         video: bool = False  # MP4 of one episode in RUN/videos
         json: bool = False  # print one JSON object instead of a table
 
-    flags = _parse("flotilla eval", "Play episodes with the agent of a run.", EvalFlags(), arguments)
+    flags = parse("flotilla eval", "Play episodes with the agent of a run.", EvalFlags(), arguments)
     if flags.episodes < 1:
         raise UsageError(f"--episodes {flags.episodes} plays nothing (give 1 or more)")
     if flags.checkpoint and not Path(flags.checkpoint).is_dir():
@@ -172,7 +162,7 @@ def _envs(arguments: list[str]) -> int:
         filter: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[FILTER]")] = ""
         json: bool = False  # print one JSON list instead of a table
 
-    flags = _parse("flotilla envs", "List the environments.", EnvsFlags(), arguments)
+    flags = parse("flotilla envs", "List the environments.", EnvsFlags(), arguments)
     from flotilla.envs.make import list_envs, unknown
 
     with _only_json_on_stdout(flags.json):
@@ -187,6 +177,51 @@ def _envs(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
+def _bench(arguments: list[str]) -> int:
+    import tyro
+
+    what, *tokens = arguments or [""]
+    if what != "sampling":
+        raise UsageError(f"bench '{what}' is unknown (flotilla bench sampling --env-id ID; --help after it)")
+
+    @dataclass(frozen=True, kw_only=True)
+    class BenchFlags:
+        """Flags of `bench sampling`."""
+
+        env_id: str = tyro.MISSING  # environment; `flotilla envs` lists what is installed
+        obs_type: Literal["vector", "pixels"] = "vector"  # dm_control only: joint states or camera images
+        image_size: int = RunConfig.image_size  # pixels a side, where a suite lets one choose
+        action_repeat: int = RunConfig.action_repeat  # simulator steps per environment step, where one may choose
+        # environments in parallel; auto tries several numbers
+        num_envs: Annotated[int, tyro.conf.arg(help_behavior_hint="(default: auto)")] = RunConfig.num_envs
+        num_workers: int = 0  # processes of the workers backend; 0 or auto: what fits the cores and the environment
+        backends: str = ""  # names with commas between them; empty: all that can step the environment
+        seconds: float = 3.0  # for each measurement
+        json: bool = False  # print a JSON object a line, as soon as it is measured; the tables go to stderr
+
+    tokens, automatic = without_auto(["--num-envs", "auto", *tokens])
+    flags = parse("flotilla bench sampling", "Measure how fast environments are stepped.", BenchFlags(), tokens)
+    from flotilla import bench
+
+    values = asdict(flags)
+    backends, seconds, as_json = (values.pop(name) for name in ("backends", "seconds", "json"))
+    config = bench.checked(RunConfig(**values), automatic)
+    skipped: list[str] = []
+    stdout = sys.stdout
+    with _only_json_on_stdout(as_json):
+        with _progress() as say:
+            report = bench.Sampling(config, backends.split(",") if backends else [], seconds)
+            alone = report.alone(say)
+            for trial in report.trials(say, skipped.append):
+                if as_json:
+                    say("")
+                    print(json.dumps(asdict(trial)), file=stdout, flush=True)
+        _print_table([config.env_id, "alone"], alone)
+        _print_table(*report.table())
+        print(*skipped, report.choice(), sep="\n")
+    return EXIT_DONE
+
+
 def _doctor(arguments: list[str]) -> int:
     @dataclass(frozen=True, kw_only=True)
     class DoctorFlags:
@@ -194,7 +229,7 @@ def _doctor(arguments: list[str]) -> int:
 
         json: bool = False  # print one JSON object instead of a table
 
-    flags = _parse("flotilla doctor", "Look at this machine and say what to change.", DoctorFlags(), arguments)
+    flags = parse("flotilla doctor", "Look at this machine and say what to change.", DoctorFlags(), arguments)
     from flotilla.doctor import examine
 
     with _only_json_on_stdout(flags.json):
@@ -234,10 +269,11 @@ def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
     from flotilla.core import presets
     from flotilla.envs.make import suite_of
 
+    tokens, automatic = without_auto(tokens)
     prog = f"flotilla {command} {algorithm}"
     description += " The defaults shown are those without a preset."
     with_json = command == "describe"
-    flags = _parse(prog, description, _blank(algorithm, RunConfig(), bare, with_json), tokens)
+    flags = parse(prog, description, _blank(algorithm, RunConfig(), bare, with_json), tokens)
     names = list(flags.preset)
     if not names:
         names = [presets.for_suite(suite_of(flags.run.env_id))]
@@ -245,8 +281,42 @@ def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
             told = f"preset: {names[0]} (for {flags.run.env_id}; --preset none turns this off)"
             print(told, file=sys.stderr if with_json and flags.json else sys.stdout)
     run_config, config = presets.apply(names, algorithm, RunConfig(), bare)
-    flags = _parse(prog, description, _blank(algorithm, run_config, config, with_json), tokens)
-    return _Asked(algorithm, flags.run, getattr(flags, algorithm), names, with_json and flags.json)
+    flags = parse(prog, description, _blank(algorithm, run_config, config, with_json), tokens)
+    as_json = with_json and flags.json
+    resolved = _measured(flags.run, automatic, as_json) if automatic else flags.run
+    return _Asked(algorithm, resolved, getattr(flags, algorithm), names, as_json)
+
+
+def _measured(config: RunConfig, automatic: set[str], as_json: bool) -> RunConfig:
+    """Numbers for the fields that were left to measurement; says which, and from where."""
+    from flotilla import bench
+
+    skipped: list[str] = []
+    with _only_json_on_stdout(as_json):
+        with _progress() as say:
+            tuned = bench.tune(bench.checked(config, automatic), say, skipped.append)
+        if tuned.trials:
+            _print_table(*bench.table(tuned.trials))
+        print(*skipped, tuned.words, sep="\n")
+    return tuned.config
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal that says what is going on, and is gone afterwards.
+
+    Without a thread that draws, since Gymnasium forks its processes meanwhile.
+    """
+    terminal = sys.stderr
+
+    def say(text: str) -> None:
+        if terminal.isatty():
+            print(f"\r\x1b[2K{text}", end="", file=terminal, flush=True)
+
+    try:
+        yield say
+    finally:
+        say("")
 
 
 def _blank(algorithm: str, run_config: RunConfig, config: Any, with_json: bool) -> Any:
@@ -267,97 +337,6 @@ def _blank(algorithm: str, run_config: RunConfig, config: Any, with_json: bool) 
         (algorithm, type(config), config),
     ]
     return make_dataclass("Flags", groups, frozen=True, kw_only=True)()
-
-
-def _parse(prog: str, description: str, blank: Any, tokens: list[str]) -> Any:
-    """`tokens` read by tyro as the type of `blank`, which holds the defaults; UsageError where it refuses."""
-    import tyro
-
-    tokens = list(_spelled_out(prog, _flags_of(blank), tokens))
-    refusal = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(refusal):
-            return tyro.cli(
-                type(blank),
-                prog=prog,
-                description=description,
-                args=tokens,
-                default=blank,
-                config=(tyro.conf.OmitArgPrefixes,),
-                registry=_numbers(),
-            )
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        raise UsageError(f"{_essence(refusal.getvalue())} (see {prog} --help)") from None
-
-
-def _flags_of(blank: Any) -> set[str]:
-    """Every flag that fills a field of the dataclass or of the dataclasses in it."""
-    flags = {"--help"}
-    for entry in fields(blank):
-        value = getattr(blank, entry.name)
-        if is_dataclass(value):
-            flags |= _flags_of(value)
-            continue
-        name = entry.name.replace("_", "-")
-        flags.add(f"--{name}")
-        if isinstance(value, bool):
-            flags.add(f"--no-{name}")
-    return flags
-
-
-def _spelled_out(prog: str, flags: set[str], tokens: list[str]) -> Iterator[str]:
-    """The tokens with aliases replaced; an unknown flag names the nearest one."""
-    for token in tokens:
-        typed, equals, value = token.partition("=")
-        if not typed.startswith("--"):
-            yield token
-            continue
-        if token == "--parallel" and "--backend" in flags:
-            yield from ("--backend", "workers")
-            continue
-        flag = typed.replace("_", "-")
-        flag = ALIASES.get(flag, flag)
-        if flag not in flags:
-            raise UsageError(f"unknown flag '{typed}' ({nearest(flag, flags)}; see {prog} --help)")
-        if equals and f"--no-{flag[2:]}" in flags:
-            raise UsageError(f"{flag} takes no value (write {flag} or --no-{flag[2:]})")
-        yield flag + equals + value
-
-
-def _numbers() -> "ConstructorRegistry":
-    """Teaches tyro that 1e6 is a whole number too."""
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    from flotilla.core.presets import whole_number
-
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def whole(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-        if info.type is not int:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="INT",
-            instance_from_str=lambda texts: whole_number(texts[0]),
-            is_instance=lambda value: type(value) is int,
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
-
-
-def _essence(box: str) -> str:
-    """The sentence in the box that tyro draws around an error: from its title to its first rule."""
-    rows = [re.sub(r"\x1b\[[0-9;]*m", "", row).strip(" │|") for row in box.splitlines()]
-    sentence = []
-    for row in rows[1:]:
-        if not re.search(r"\w", row):
-            break
-        sentence.append(row)
-    return " ".join(sentence or rows)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,10 +19,14 @@ import psutil
 import torch
 
 from flotilla.envs.make import installed_suites
+from flotilla.sampling import autotune
+from flotilla.sampling.autotune import Machine
 
 GIB = 2**30
 CGROUPS = Path("/sys/fs/cgroup")
 SHM_BYTES = GIB // 4  # a container's usual 64 MiB hold neither image batches nor a data loader
+OPEN_FILES = 1024  # a usual soft limit; 256, as on some systems, holds few dozens of workers
+FREE_PROCESSES, PROCESSES_PER_CORE = 256, 16  # torch alone starts a pool of threads or two per core
 MEMORY_BYTES = GIB  # torch, one simulator and a small network need most of it
 
 
@@ -35,7 +42,21 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings; takes seconds, because the suites are imported. The machine is left as it is."""
-    return [*_software(), *_processors(), *_memory(), _gpu(), _compiler(), *_suites()]
+    found = [*_software(), *_processors(), *_threads(), *_limits(), *_memory(), _gpu(), _compiler(), *_suites()]
+    return [*found, *_measured()]
+
+
+def machine() -> Machine:
+    """What environments may use here."""
+    memory, limit = psutil.virtual_memory(), memory_limit_bytes()
+    cores = len(os.sched_getaffinity(0))
+    models = re.findall(r"^model name\s*: (.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return Machine(
+        cpu=models[0] if models else platform.machine(),
+        cores=max(1, int(min(cores, cpu_limit() or cores))),
+        memory_bytes=limit or memory.total,
+        free_bytes=min(memory.available, limit or memory.available),
+    )
 
 
 def _software() -> list[Finding]:
@@ -52,20 +73,47 @@ def _software() -> list[Finding]:
 
 
 def _processors() -> list[Finding]:
-    cores = len(os.sched_getaffinity(0))
     limit = cpu_limit()
-    usable = min(cores, limit or cores)
-    found = f"{cores} usable of {os.cpu_count()}" + (f", the cgroup grants {limit:g}" if limit else "")
-    findings = [Finding("CPU cores", found)]
-    threads = torch.get_num_threads()
-    setting = os.environ.get("OMP_NUM_THREADS", "")
-    found = f"{threads} (OMP_NUM_THREADS {setting or 'not set'})"
-    if threads > max(1, usable):
-        fix = f"export OMP_NUM_THREADS={max(1, int(usable))}: threads beyond the cores wait for each other"
-        findings.append(Finding("torch threads", found, "could", fix))
-    else:
-        findings.append(Finding("torch threads", found))
+    found = f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
+    return [Finding("CPU cores", found + (f", the cgroup grants {limit:g}" if limit else ""))]
+
+
+def _threads() -> list[Finding]:
+    """The pools that libraries make in this process; worker processes have one thread each whatever is set."""
+    pools = [("torch", torch.get_num_threads(), "OMP_NUM_THREADS")]
+    if importlib.util.find_spec("cv2"):
+        import cv2
+
+        pools.append(("OpenCV", cv2.getNumThreads(), "OPENCV_FOR_THREADS_NUM"))
+    cores = machine().cores
+    findings = []
+    for name, threads, variable in pools:
+        found = f"{threads} ({variable} {os.environ.get(variable) or 'not set'})"
+        if threads > cores:
+            fix = f"export {variable}={cores}: threads beyond the cores wait for each other"
+            findings.append(Finding(f"{name} threads", found, "could", fix))
+        else:
+            findings.append(Finding(f"{name} threads", found))
     return findings
+
+
+def _limits() -> list[Finding]:
+    """How many files and processes one may have: what worker processes run into first."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < OPEN_FILES
+    fix = f"ulimit -n {OPEN_FILES}: each worker process holds several" if few else ""
+    findings = [Finding("open files", _count(files), "could" if few else "ok", fix)]
+    processes, limit = resource.getrlimit(resource.RLIMIT_NPROC)[0], pids_limit()
+    if limit is not None and (processes == resource.RLIM_INFINITY or limit < processes):
+        processes = limit
+    needed = FREE_PROCESSES + PROCESSES_PER_CORE * machine().cores
+    few = processes != resource.RLIM_INFINITY and processes < needed
+    fix = f"ulimit -u {needed}, docker run --pids-limit {needed}: threads count as well" if few else ""
+    return [*findings, Finding("processes", _count(processes), "could" if few else "ok", fix)]
+
+
+def _count(limit: int) -> str:
+    return "no limit" if limit == resource.RLIM_INFINITY else f"at most {limit:,}"
 
 
 def _memory() -> list[Finding]:
@@ -116,6 +164,18 @@ def _suites() -> list[Finding]:
     ]
 
 
+def _measured() -> list[Finding]:
+    """What `auto` has found on this machine, and from now on takes without measuring."""
+    stored = autotune.stored(machine())
+    if not stored:
+        fix = "flotilla bench sampling --env-id ID finds the fastest backend and how many environments"
+        return [Finding("autotune", "nothing measured here with these packages", fix=fix)]
+    return [
+        Finding(f"autotune {entry['asked']['env_id']}", f"{autotune.Trial(**entry['choice'])} ({entry['measured']})")
+        for entry in stored
+    ]
+
+
 def cpu_limit() -> float | None:
     """Cores that the control group grants, a fraction where it says so; None without a limit."""
     limits = []
@@ -137,6 +197,12 @@ def memory_limit_bytes() -> int | None:
         if limit.isdigit() and int(limit) < psutil.virtual_memory().total:  # version 1 writes 2**63 for none
             limits.append(int(limit))
     return min(limits, default=None)
+
+
+def pids_limit() -> int | None:
+    """Processes and threads that the control group grants; None without a limit."""
+    texts = [_text(folder / "pids.max") for folder in _own_cgroups()]
+    return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
 def _own_cgroups() -> list[Path]:

@@ -17,7 +17,7 @@ from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Episode
 from flotilla.envs.make import EnvOptions, make_env
 from flotilla.monitor.video import VideoWriter
-from flotilla.sampling.choose import make_backend
+from flotilla.sampling.choose import env_ids, make_backend
 from flotilla.sampling.sampler import Sampler
 from flotilla.sampling.sync import SyncBackend
 
@@ -67,7 +67,8 @@ def evaluate(
     num_envs = min(episodes, MAX_ENVS)
     quota = [len(range(i, episodes, num_envs)) for i in range(num_envs)]
     options = options_of(config, training=False)
-    sampler = Sampler(make_backend(config, options, num_envs=num_envs, purpose="evaluation"), device)
+    backend = make_backend(config, options, num_envs=num_envs, purpose="evaluation")
+    sampler = Sampler(backend, device, env_ids=env_ids(config, range(num_envs)))
     scored: list[Episode] = []
     try:
         with _acting(agent, policy, config.seed):
@@ -84,7 +85,7 @@ def evaluate(
 
 def record_video(config: RunConfig, agent: Any, device: torch.device, path: Path, policy: str) -> int:
     """An MP4 of one evaluation episode; returns its number of frames."""
-    env = make_env(config.env_id, options_of(config, training=False, render=True))
+    env = make_env(env_ids(config, range(1))[0], options_of(config, training=False, render=True))
     seed = stream_seed(config.seed, "video")
     sampler = Sampler(SyncBackend([lambda: env], [seed]), device)
     frames = 0

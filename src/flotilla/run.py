@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import signal
 import time
 import traceback
@@ -34,7 +35,7 @@ from flotilla.evaluation import evaluate, options_of, record_video
 from flotilla.monitor.monitor import Monitor, State
 from flotilla.monitor.records import summary
 from flotilla.nets.encoders import has_image
-from flotilla.sampling.choose import choose, make_backend
+from flotilla.sampling.choose import choose, choose_batch, choose_groups, env_ids, make_backend
 from flotilla.sampling.sampler import Sampler
 
 M = TypeVar("M", bound=nn.Module)
@@ -58,16 +59,21 @@ class Run:
         self._run_dir = _run_dir(config, algorithm)
         first_index = self._ranks.rank * self.num_envs
         options = options_of(config, training=True)
+        ids = env_ids(config, range(first_index, first_index + self.num_envs))
+        batch = choose_batch(config, options, self.num_envs)
+        num_groups = choose_groups(config, options, self.num_envs)
         self.sampler = Sampler(
-            make_backend(config, options, num_envs=self.num_envs, first_index=first_index),
+            make_backend(config, options, num_envs=self.num_envs, first_index=first_index, num_groups=num_groups),
             self.device,
             first_index,
+            first_ready=batch,
+            env_ids=ids,
         )
         self.spec: Spec = self.sampler.spec
         self.threads = config.threads or (os.cpu_count() or 1 if has_image(self.spec.obs_space) else 1)
         torch.set_num_threads(self.threads)
         torch.manual_seed(stream_seed(config.seed, "torch", self._ranks.rank))
-        self._frames_per_step = frames_per_step(config.env_id, options)
+        self._frames_per_step = frames_per_step(ids[0], options)
         self._backend_reason = "backend: {} ({})".format(*choose(config, options))
         self._objects: dict[str, Any] = {}
         self._monitor: Monitor | None = None
@@ -168,10 +174,12 @@ class Run:
         return every > 0 and self._env_steps // every > before // every
 
     def _report(self, *, last: bool = False) -> None:
-        episodes = self.sampler.drain_episodes()
+        episodes, restarts = self.sampler.drain_episodes(), self.sampler.drain_restarts()
         if self._monitor is None:
             return
         self._monitor.episodes(episodes)
+        for restart in restarts:
+            self._monitor.restart(restart.env_index, restart.cause)
         seconds = self.sampler.seconds
         learning = time.perf_counter() - self._started - sum(seconds.values())
         self._monitor.times(env=seconds["env"], inference=seconds["inference"], learning=learning, waiting=0.0)
@@ -341,7 +349,17 @@ def check(config: RunConfig) -> None:
     for name in ("num_envs", "total_timesteps", "eval_episodes", "image_size", "action_repeat"):
         if getattr(config, name) < 1:
             raise UsageError(f"{name}={getattr(config, name)} must be at least 1")
-    for name in ("threads", "eval_every", "checkpoint_every", "seed", "log_every_s"):
+    for name in (
+        "threads",
+        "eval_every",
+        "checkpoint_every",
+        "seed",
+        "log_every_s",
+        "env_groups",
+        "num_workers",
+        "env_timeout_s",
+        "max_env_restarts",
+    ):
         if getattr(config, name) < 0:
             raise UsageError(f"{name}={getattr(config, name)} must not be negative")
 
@@ -358,7 +376,7 @@ def _load_config(run_dir: Path) -> tuple[str, ModuleType, RunConfig, Any]:
 
 def _run_dir(config: RunConfig, algorithm: str) -> Path:
     if config.run_dir == "auto":
-        env = config.env_id.replace("/", "-").replace(":", "-")
+        env = re.sub("[/:,]", "-", config.env_id)
         stem = f"runs/{algorithm}-{env}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         paths = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
         return next(path for path in map(Path, paths) if not path.exists())

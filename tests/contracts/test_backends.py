@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import UsageError
 from flotilla.envs.make import EnvOptions
-from flotilla.sampling.base import Array, Finished, RowArrays
-from flotilla.sampling.choose import choose, make_backend
+from flotilla.sampling.base import Array, Finished, RowArrays, step
+from flotilla.sampling.choose import choose, choose_groups, make_backend
 
 PONG, BREAKOUT, INVADERS = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4", "SpaceInvadersNoFrameskip-v4"
 ATARI = [("sync", BREAKOUT), ("ale", BREAKOUT), ("envpool", BREAKOUT)]
@@ -56,11 +56,13 @@ def play(
     seed: int = 3,
     training: bool = True,
     policy: Policy | None = None,
+    num_groups: int = 1,
 ) -> Record:
     """Random actions, unless there is a policy; those of an environment follow from its global index alone."""
     config = RunConfig(env_id=env_id, backend=name, seed=seed)
-    backend = make_backend(config, EnvOptions(training=training), num_envs=num_envs, first_index=first_index)
-    assert (backend.name, backend.num_envs) == (name, num_envs)
+    options = EnvOptions(training=training)
+    backend = make_backend(config, options, num_envs=num_envs, first_index=first_index, num_groups=num_groups)
+    assert (backend.name, backend.num_envs, len(backend.groups)) == (name, num_envs, num_groups)
     space, action_space = backend.spec.obs_space, backend.spec.action_space
     rngs = [np.random.default_rng([seed, first_index + i]) for i in range(num_envs)]
     leading = (steps + 1, num_envs)
@@ -68,10 +70,10 @@ def play(
     rows = RowArrays(np.full((*leading, *space.shape), 77, space.dtype), np.full(leading, np.nan, np.float32), *flags)
     finished = []
     try:
-        backend.reset(RowArrays(*(part[0] for part in rows)))
+        backend.reset(rows.at(0))
         for t in range(steps):
             action = policy(rows.obs[t], t) if policy else np.stack([draw(action_space, rng) for rng in rngs])
-            ended = backend.step(action, RowArrays(*(part[t + 1] for part in rows)))
+            ended = step(backend, action, rows.at(t + 1))
             finished += [(t + 1, episode) for episode in ended]
     finally:
         backend.close()
@@ -124,6 +126,15 @@ def test_a_trajectory_does_not_depend_on_how_many_there_are(name: str, env_id: s
             expected = getattr(whole, part)[: short + 1, first : first + count]
             np.testing.assert_array_equal(getattr(split, part), expected)
     assert not np.array_equal(whole.obs[:50, 0], whole.obs[:50, 1]), "environments have seeds of their own"
+
+
+@pytest.mark.parametrize(("name", "env_id"), [case for case in CASES if case[0] != "sync"])
+def test_a_trajectory_does_not_depend_on_the_number_of_groups(name: str, env_id: str) -> None:
+    whole, short = random_play(name, env_id), min(400, STEPS[env_id])
+    split = play(name, env_id, short, num_groups=NUM_ENVS)
+    for part in ("obs", "reward", "is_first", "is_last", "is_terminal"):
+        np.testing.assert_array_equal(getattr(split, part), getattr(whole, part)[: short + 1])
+    assert split.finished == tuple(x for x in whole.finished if x[0] <= short)
 
 
 @pytest.mark.parametrize(("name", "env_id"), CASES)
@@ -240,3 +251,29 @@ def test_auto_takes_a_backend_that_has_the_environment(env_id: str) -> None:
     backend = make_backend(config, EnvOptions(), num_envs=1)
     assert backend.name == name
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "num_envs", "said"),
+    [
+        ({"env_groups": 3}, 8, "env_groups=3 does not divide 8 environments; nearest: 2"),
+        ({"env_groups": 7}, 8, "env_groups=7 does not divide 8 environments; nearest: 8"),
+        ({"env_groups": 2}, 1, "env_groups=2 does not divide 1 environments; nearest: 1"),
+        ({"env_groups": 2, "backend": "sync"}, 8, r"env_groups=2 needs a backend .*, not 'sync'; use --env-groups 1"),
+    ],
+)
+def test_groups_that_cannot_be(values: dict[str, Any], num_envs: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        choose_groups(RunConfig(env_id=PONG, **values), EnvOptions(), num_envs)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_envs", "cores", "expected"),
+    [(PONG, 8, 2, 2), (PONG, 8, 1, 1), (PONG, 7, 2, 1), (PONG, 2, 2, 1), (PONG, 18, 2, 1), ("HalfCheetah-v5", 8, 2, 1)],
+)
+def test_the_automatic_number_of_groups(
+    env_id: str, num_envs: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert choose_groups(RunConfig(env_id=env_id), EnvOptions(), num_envs) == expected
+    assert choose_groups(RunConfig(env_id=env_id, env_groups=1), EnvOptions(), num_envs) == 1

@@ -17,6 +17,7 @@ from flotilla import __version__, cli
 from flotilla.algorithms import ppo
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
+from flotilla.flags import spelled_out
 
 FLAGS = [(owner, field) for owner in (RunConfig, ppo.Config) for field in fields(owner)]
 FLOTILLA = (sys.executable, "-m", "flotilla")
@@ -73,7 +74,7 @@ def test_aliases() -> None:
 
 
 def test_parallel_asks_for_the_backend_of_that_name() -> None:
-    spelled = cli._spelled_out("flotilla", {"--backend"}, ["--parallel"])
+    spelled = spelled_out("flotilla", {"--backend"}, ["--parallel"])
     assert list(spelled) == ["--backend", "workers"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -13,30 +14,72 @@ from torch import Tensor
 from flotilla.core.config import RunConfig
 from flotilla.core.types import Rollout, Row, State, tree_map
 from flotilla.envs.make import EnvOptions
+from flotilla.sampling.base import Array, Backend, Finished, RowArrays, split
 from flotilla.sampling.choose import make_backend
 from flotilla.sampling.sampler import Sampler
 
 NUM_ENVS, STEPS = 3, 8
 
 
-def sampler(env_id: str = "probe/Counter-v0", first_index: int = 0, **values: Any) -> Sampler:
-    config = RunConfig(env_id=env_id, **values)
-    backend = make_backend(config, EnvOptions(), num_envs=NUM_ENVS, first_index=first_index)
-    return Sampler(backend, torch.device("cpu"), first_index)
+class InTurns:
+    """Backends of one environment each as the groups of one: a deterministic probe, taken in turns."""
+
+    name = "in turns"
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self.spec, self.num_envs, self.groups = backends[0].spec, len(backends), split(len(backends), len(backends))
+        self._backends = backends
+        self.in_flight: set[int] = set()
+
+    def reset(self, out: RowArrays) -> None:
+        for backend, envs in zip(self._backends, self.groups, strict=True):
+            backend.reset(out.at(envs))
+
+    def send(self, action: Array, group: int = 0) -> None:
+        assert group not in self.in_flight
+        self.in_flight.add(group)
+        self._backends[group].send(action)
+
+    def recv(self, out: RowArrays, group: int = 0) -> Sequence[Finished]:
+        self.in_flight.remove(group)
+        return [one._replace(env_index=group) for one in self._backends[group].recv(out)]
+
+    def close(self) -> None:
+        for backend in self._backends:
+            backend.close()
+
+
+def sampler(
+    env_id: str = "probe/Counter-v0", first_index: int = 0, *, num_groups: int = 1, num_envs: int = NUM_ENVS
+) -> Sampler:
+    config = RunConfig(env_id=env_id)
+    size = num_envs // num_groups
+    parts = [
+        make_backend(config, EnvOptions(), num_envs=size, first_index=first_index + i) for i in range(0, num_envs, size)
+    ]
+    return Sampler(InTurns(parts) if num_groups > 1 else parts[0], torch.device("cpu"), first_index)
 
 
 class Player:
     """Random actions; remembers how often it acted, as its state and beside each action."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.calls: list[Row] = []  # of one group each
         self.random = torch.Generator().manual_seed(0)
 
     def __call__(self, row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        self.rows.append(Row(tree_map(torch.clone, row.obs), *(x.clone() for x in row[1:])))
-        calls = torch.zeros(NUM_ENVS, 1) if state is None else state
-        action = torch.randint(0, 5, (NUM_ENVS,), generator=self.random)
+        self.calls.append(Row(tree_map(torch.clone, row.obs), *(x.clone() for x in row[1:])))
+        calls = torch.zeros(len(row.reward), 1) if state is None else state
+        action = torch.randint(0, 5, row.reward.shape, generator=self.random)
         return action, calls + 1, {"calls": calls[:, 0], "twice": 2 * action}
+
+    def counts(self) -> Tensor:
+        """The counters that it saw (steps, N, 4)."""
+        return torch.cat([row.obs["count"] for row in self.calls]).unflatten(0, (-1, NUM_ENVS))  # type: ignore[index]
+
+    def seen(self, part: int) -> Tensor:
+        """The reward or a flag (steps, N)."""
+        return torch.cat([row[part] for row in self.calls]).unflatten(0, (-1, NUM_ENVS))
 
 
 def kept(roll: Rollout) -> Rollout:
@@ -47,9 +90,9 @@ def kept(roll: Rollout) -> Rollout:
     )
 
 
-@pytest.fixture
-def rollouts() -> tuple[Player, list[Rollout], Sampler]:
-    player, made = Player(), sampler()
+@pytest.fixture(params=[1, NUM_ENVS], ids=["one group", "in turns"])
+def rollouts(request: pytest.FixtureRequest) -> tuple[Player, list[Rollout], Sampler]:
+    player, made = Player(), sampler(num_groups=request.param)
     return player, [kept(made.rollout(player, STEPS)) for _ in range(6)], made
 
 
@@ -84,9 +127,9 @@ def test_the_policy_saw_the_rows_that_stand_beside_its_actions(rollouts: Made) -
     player, rolls, _ = rollouts
     for number, roll in enumerate(rolls):
         for t in range(STEPS):
-            seen = player.rows[number * STEPS + t]
-            assert torch.equal(seen.obs["count"], roll.rows.obs["count"][t])
-            assert all(torch.equal(x, y[t]) for x, y in zip(seen[1:], roll.rows[1:], strict=True))
+            step = number * STEPS + t
+            assert torch.equal(player.counts()[step], roll.rows.obs["count"][t])
+            assert all(torch.equal(player.seen(i)[step], roll.rows[i][t]) for i in range(1, 5))
             assert (roll.extras["calls"][t] == number * STEPS + t).all()
         assert torch.equal(roll.extras["twice"], 2 * roll.action)
         assert (roll.first_state == number * STEPS).all()
@@ -145,10 +188,68 @@ def test_rollouts_of_another_length_go_on() -> None:
     for steps in (4, 7, 1, 1, 4):
         roll = made.rollout(player, steps)
         assert len(roll.action) == steps == len(roll.rows.reward) - 1
-    seen = torch.stack([row.obs["count"] for row in player.rows])
-    again, once = Player(), sampler()
-    whole = once.rollout(again, 17)
-    assert torch.equal(seen, whole.rows.obs["count"][:-1])
+    whole = sampler().rollout(Player(), 17)
+    assert torch.equal(player.counts(), whole.rows.obs["count"][:-1])
+
+
+def test_nothing_is_in_flight_between_rollouts(rollouts: Made) -> None:
+    backend = rollouts[2]._backend
+    assert not getattr(backend, "in_flight", ())
+    rollouts[2].close()
+
+
+def test_groups_are_sent_before_another_is_acted_for() -> None:
+    made, flying = sampler(num_groups=NUM_ENVS), []
+
+    def act(row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        flying.append(len(made._backend.in_flight))  # type: ignore[attr-defined]
+        return Player()(row, state)
+
+    made.rollout(act, 3)
+    assert flying == [0, 1, *[NUM_ENVS - 1] * 7]
+
+
+def test_acting_beside_environments_takes_half_of_the_threads() -> None:
+    threads = []
+
+    def act(row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        threads.append(torch.get_num_threads())
+        return Player()(row, state)
+
+    torch.set_num_threads(2)
+    for num_groups in (1, NUM_ENVS):
+        sampler(num_groups=num_groups).rollout(act, 1)
+    assert threads == [2, *[1] * NUM_ENVS]
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("backend", "env_id"), [("envpool", "CartPole-v1"), ("ale", "PongNoFrameskip-v4")])
+def test_rollouts_do_not_depend_on_the_number_of_groups(backend: Any, env_id: str) -> None:
+    """With a policy that depends on the observation only."""
+    for package in ("envpool", "ale_py"):
+        pytest.importorskip(package)
+
+    def act(row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        obs: Any = row.obs
+        action = (obs[:, 2] > 0).long() if env_id == "CartPole-v1" else obs.flatten(1).sum(1) % 6
+        return action, torch.zeros(len(action), 0), {"reward": row.reward}
+
+    config, made = RunConfig(env_id=env_id, backend=backend), []
+    for num_groups in (1, 2, 4):
+        one = Sampler(make_backend(config, EnvOptions(), num_envs=4, num_groups=num_groups), torch.device("cpu"), 10)
+        rolls = [kept(one.rollout(act, 40)) for _ in range(3)]
+        made.append((rolls, one.drain_episodes(), one.env_steps))
+        one.close()
+    (rolls, episodes, steps), *others = made
+    assert len(set(rolls[0].action.flatten().tolist())) > 1
+    assert (len(episodes) > 4) == (env_id == "CartPole-v1")
+    for other_rolls, other_episodes, other_steps in others:
+        assert other_episodes == episodes
+        assert other_steps == steps
+        for roll, other in zip(rolls, other_rolls, strict=True):
+            assert torch.equal(roll.action, other.action)
+            assert torch.equal(roll.extras["reward"], other.extras["reward"])
+            assert all(torch.equal(x, y) for x, y in zip(roll.rows, other.rows, strict=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

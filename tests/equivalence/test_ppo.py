@@ -29,6 +29,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Pendulum-v1", {"norm_obs": True, "norm_reward": True}),
     ("probe/Memory-v0", {"memory": "lstm"}),
     ("probe/Counter-v0", {"cnn": "impala", "memory": "gru", "total_timesteps": 128}),
+    ("CartPole-v1", {"backend": "envpool", "env_groups": 2, "memory": "lstm"}),
 ]
 
 
@@ -45,10 +46,32 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(
     train_ppo: Train, env_id: str, values: dict[str, Any]
 ) -> None:
+    if values.get("backend") == "envpool":
+        pytest.importorskip("envpool")
     once = weights(train_ppo(env_id, **SHORT | values))
     torch.manual_seed(12345)  # nothing of what came before matters
     assert same(once, weights(train_ppo(env_id, **SHORT | values)))
     assert not same(once, weights(train_ppo(env_id, **SHORT | values, seed=2)))
+
+
+def test_a_memory_stays_with_its_environment_when_groups_take_turns() -> None:
+    """Whole sequences from the first state give the probabilities that acting step by step gave."""
+    pytest.importorskip("envpool")
+    torch.manual_seed(0)
+    config = ppo.Config(memory="lstm", memory_size=8)
+    run_config = RunConfig(env_id="CartPole-v1", backend="envpool")
+    backend = make_backend(run_config, EnvOptions(), num_envs=4, num_groups=2)
+    sampler = Sampler(backend, torch.device("cpu"))
+    agent = ppo.Agent(sampler.spec, config)
+    with torch.no_grad():
+        agent.actor.weight *= 300  # as large that what is remembered decides
+        for _ in range(2):
+            batch, _ = ppo.samples(agent, sampler.rollout(agent.act, 16), config)
+            policy, _, _ = agent(batch["obs"], batch["state"], batch["is_first"])
+            torch.testing.assert_close(policy.log_prob(batch["action"]), batch["log_prob"], atol=1e-4, rtol=1e-4)
+        swapped, _, _ = agent(batch["obs"], batch["state"].roll(2, 0), batch["is_first"])
+    sampler.close()
+    assert (swapped.log_prob(batch["action"]) - batch["log_prob"]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("policy", ["mode", "sample"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -185,3 +186,31 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_run(capsys: pytest.Captur
     assert "No space left on device" in status("run")["message"]
     assert status("run")["state"] == "failed"
     assert list(Path("run/checkpoints").iterdir()) == []
+
+
+RESTARTS = "--backend workers --num-workers 1 --max-env-restarts"
+
+
+@pytest.mark.parametrize("where", ["Step", "Reset"])
+def test_an_environment_that_raises_is_restarted_and_the_run_goes_on(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is made again is another one for the module, and fails no more."""
+    flags = ["--env-id", f"users_own:{where}-v0", "--run-dir", "run", *RESTARTS.split(), "3", "--dashboard", "plain"]
+    assert train(*flags) == EXIT_DONE
+    said = capsys.readouterr().out
+    assert "environment 1 was restarted: process" in said
+    assert "ZeroDivisionError: the simulator fell over" in said
+    found = status("run")
+    assert (found["state"], found["env_restarts"]) == ("done", 1)
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert sum(line.get("env/restarts", 0) for line in lines) == 1
+
+
+def test_too_many_restarts_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--env-id", "users_own:Step-v0", "--run-dir", "run", *RESTARTS.split(), "0"]
+    assert train(*flags) == EXIT_FAILED
+    said = capsys.readouterr().out
+    assert re.search(r"environment 1 \(process \d+\) failed", said)
+    assert "ZeroDivisionError: the simulator fell over" in said
+    assert status("run")["state"] == "failed"

@@ -6,7 +6,7 @@ Shape legend: T steps, N environments, ... the rest of a space's shape.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -80,4 +80,4 @@ class Episode:
     episodic_return: float  # sum of raw rewards
     length_steps: int  # environment steps after action repeat
     env_steps: int  # of the run, all environments together, when the episode ended
-    extras: dict[str, float] = field(default_factory=dict)
+    env_id: str = ""  # of its environment, where a run mixes several

@@ -76,22 +76,26 @@ class Monitor:
         for episode in episodes:
             self._envs[episode.env_index].add(elapsed_s, episode)
             self._recent.append(episode.episodic_return)
+            of = f"/{episode.env_id}" if episode.env_id else ""
             self._aggregator.add(
                 {
                     "charts/episodic_return": episode.episodic_return,
                     "charts/episodic_length": episode.length_steps,
                     "env/episodes": 1,
                 }
+                | ({f"charts/episodic_return{of}": episode.episodic_return, f"env/episodes{of}": 1} if of else {})
             )
         view.episodes += len(episodes)
         view.last_return = episodes[-1].episodic_return
         best = max(episode.episodic_return for episode in episodes)
         view.best_return = best if view.best_return is None else max(best, view.best_return)
 
-    def restart(self, env_index: int) -> None:
-        """An environment crashed and was restarted."""
+    def restart(self, env_index: int, cause: str) -> None:
+        """An environment failed and was restarted; the cause is told where it is known."""
         self._envs[env_index].restarts += 1
         self._aggregator.add({"env/restarts": 1})
+        if cause:
+            self.note(f"environment {env_index} was restarted: {cause.strip()}")
 
     def times(self, *, env: float, inference: float, learning: float, waiting: float) -> None:
         """Seconds spent on each since the run began."""
@@ -137,6 +141,7 @@ class Monitor:
             "total_timesteps": self._view.total_steps,
             "episodes": self._view.episodes,
             "episodic_return_mean": self._mean_return(),
+            "env_restarts": sum(env.restarts for env in self._envs),
             "env_steps_per_s": self._rates.env_steps_per_s,
             "elapsed_s": round(self._elapsed_s(), 3),
             "eval": self._evaluation,

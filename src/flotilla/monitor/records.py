@@ -89,6 +89,18 @@ METRICS: dict[str, Metric] = {
     "system/gpu_memory_bytes": Metric("last", "bytes", "Memory in use on the GPU, whoever uses it."),
 }
 
+
+def metric(key: str) -> Metric:
+    """The entry of METRICS for a key, which may go on with "/" and what it is of: charts/episodic_return/<env id>.
+
+    Raises UsageError for a key that METRICS does not declare.
+    """
+    found = METRICS.get("/".join(key.split("/", 2)[:2]))
+    if found is None:
+        raise UsageError(f"unknown metric '{key}': {nearest(key, METRICS)}")
+    return found
+
+
 FOLD_AT = 64  # vectors that may wait before they are folded into one
 
 
@@ -164,8 +176,7 @@ class Aggregator:
         self._calls += 1
         tensors: dict[str, Tensor] = {}
         for key, value in metrics.items():
-            if key not in METRICS:
-                raise UsageError(f"unknown metric '{key}': {nearest(key, METRICS)}")
+            metric(key)
             if isinstance(value, Tensor):
                 tensors[key] = value
             else:
@@ -187,7 +198,7 @@ class Aggregator:
                 for key in names:
                     total, maximum, last = next(columns)
                     self._total(key).add(group.count, total, maximum, last, group.latest)
-        reduced = {key: total.reduce(METRICS[key].kind) for key, total in self._totals.items()}
+        reduced = {key: total.reduce(metric(key).kind) for key, total in self._totals.items()}
         self._groups.clear()
         self._totals.clear()
         return reduced

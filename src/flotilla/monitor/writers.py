@@ -60,10 +60,12 @@ class Writers:
                 "return": episode.episodic_return,
                 "length": episode.length_steps,
             }
-            if episode.extras:
-                record["extras"] = episode.extras
+            curves = {"charts/episodic_return": episode.episodic_return}
+            if episode.env_id:
+                record["env_id"] = episode.env_id
+                curves[f"charts/episodic_return/{episode.env_id}"] = episode.episodic_return
             lines.append(f"{to_json(record)}\n")
-            points.append((episode.env_steps, {"charts/episodic_return": episode.episodic_return}))
+            points.append((episode.env_steps, curves))
         self.guarded(lambda: self._episodes.write("".join(lines).encode()))
         self.guarded(lambda: self._events.write(points))
 

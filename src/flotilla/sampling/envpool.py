@@ -14,7 +14,7 @@ from flotilla.core.errors import UsageError, nearest
 from flotilla.core.types import Spec
 from flotilla.envs import atari
 from flotilla.envs.make import EnvOptions, suite_of
-from flotilla.sampling.base import Array, Finished, RawEpisodes, RowArrays
+from flotilla.sampling.base import Array, Finished, RawEpisodes, RowArrays, split
 
 DROPPED = ("mission",)  # text, which no network here takes
 
@@ -48,11 +48,13 @@ def task_of(env_id: str, options: EnvOptions) -> tuple[str, dict[str, Any]] | No
 
 
 class EnvPoolBackend:
-    """One EnvPool in its synchronous mode; NEXT_STEP autoreset is the row contract already."""
+    """One EnvPool a group, in its synchronous mode; NEXT_STEP autoreset is the row contract already."""
 
     name = "envpool"
 
-    def __init__(self, env_id: str, options: EnvOptions, seeds: Sequence[int], num_threads: int) -> None:
+    def __init__(
+        self, env_id: str, options: EnvOptions, seeds: Sequence[int], num_threads: int, num_groups: int = 1
+    ) -> None:
         import envpool
 
         task = task_of(env_id, options)
@@ -63,52 +65,64 @@ class EnvPoolBackend:
             )
         self._is_atari = suite_of(env_id) == "atari"
         self._clip = self._is_atari and options.training
+        self.num_envs = len(seeds)
+        self.groups = split(self.num_envs, num_groups)
         try:
-            self._envs = envpool.make(
-                task[0],
-                env_type="gymnasium",
-                num_envs=len(seeds),
-                num_threads=num_threads,
-                seed=np.asarray(seeds, np.int32),
-                **task[1],
-            )
+            self._envs = [
+                envpool.make(
+                    task[0],
+                    env_type="gymnasium",
+                    num_envs=self.num_envs // num_groups,
+                    num_threads=num_threads,
+                    seed=np.asarray(seeds[envs], np.int32),
+                    **task[1],
+                )
+                for envs in self.groups
+            ]
         except ImportError as error:  # Procgen's need of Qt's libraries
             raise UsageError(f"backend 'envpool' cannot make '{env_id}': {error}") from error
-        self.num_envs = len(seeds)
         with warnings.catch_warnings():
             # Some of its float64 bounds have no equal in float32, which is nothing that a user can change.
             warnings.filterwarnings("ignore", ".*precision lowered by casting", UserWarning)
-            obs_space, space = self._envs.observation_space, self._envs.action_space
+            # Each pool makes its own at the first use, and warns then.
+            spaces = [(envs.observation_space, envs.action_space) for envs in self._envs]
+        obs_space, space = spaces[0]
         self._action_dtype = space.dtype
         self._bounds = (space.low, space.high) if isinstance(space, gym.spaces.Box) else None
         self._sizes: dict[str, int] = {}  # one-hot sizes of Discrete observation keys
         self.spec = Spec(self._adapt_space(obs_space), _float32(space))
-        self._ended = np.zeros(self.num_envs, bool)
-        self._raw = RawEpisodes(self.num_envs)
+        self._ended = np.zeros((num_groups, self.num_envs // num_groups), bool)
+        self._raw = [RawEpisodes(envs) for envs in self.groups]
 
     def reset(self, out: RowArrays) -> None:
-        self._write(self._envs.reset()[0], out)
+        for envs, group in zip(self._envs, self.groups, strict=True):
+            self._write(envs.reset()[0], out.at(group))
         out.reward[:] = 0
         out.is_first[:] = True
         out.is_last[:] = out.is_terminal[:] = self._ended[:] = False
 
-    def step(self, action: Array, out: RowArrays) -> Sequence[Finished]:
+    def send(self, action: Array, group: int = 0) -> None:
         if self._bounds is not None:
             action = np.clip(action, *self._bounds)
-        obs, reward, terminated, truncated, info = self._envs.step(action.astype(self._action_dtype, copy=False))
+        self._envs[group].send(action.astype(self._action_dtype, copy=False))
+
+    def recv(self, out: RowArrays, group: int = 0) -> Sequence[Finished]:
+        ended = self._ended[group]
+        obs, reward, terminated, truncated, info = self._envs[group].recv()
         self._write(obs, out)
-        out.is_first[:] = self._ended
+        out.is_first[:] = ended
         out.is_terminal[:] = terminated & ~truncated
-        np.logical_or(terminated, truncated, out=self._ended)
-        out.is_last[:] = self._ended
+        np.logical_or(terminated, truncated, out=ended)
+        out.is_last[:] = ended
         out.reward[:] = np.sign(reward) if self._clip else reward
         out.reward[out.is_first] = 0
         # With episodic_life `terminated` is a lost life, and info's is the end of the game.
-        whole = truncated | info["terminated"].astype(bool) if self._is_atari else self._ended
-        return self._raw.step(reward, out.is_first, whole)
+        whole = truncated | info["terminated"].astype(bool) if self._is_atari else ended
+        return self._raw[group].step(reward, out.is_first, whole)
 
     def close(self) -> None:
-        self._envs.close()
+        for envs in self._envs:
+            envs.close()
 
     def _adapt_space(self, space: gym.Space[Any]) -> gym.Space[Any]:
         """The space of what `_write` gives: float32 vectors, one-hot choices, no text; DMC's dict as one vector."""
@@ -129,7 +143,7 @@ class EnvPoolBackend:
             for key, array in out.obs.items():
                 array[...] = np.eye(self._sizes[key])[obs[key]] if key in self._sizes else obs[key]
         elif isinstance(obs, dict):
-            np.concatenate([x.reshape(self.num_envs, -1) for x in obs.values()], 1, out=out.obs, casting="same_kind")
+            np.concatenate([x.reshape(len(out.reward), -1) for x in obs.values()], 1, out=out.obs, casting="same_kind")
         else:
             out.obs[...] = obs
 

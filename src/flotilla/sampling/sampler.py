@@ -1,60 +1,78 @@
-"""The sampler: drives a backend with a policy, keeps rows in preallocated buffers, counts steps and seconds."""
+"""The sampler: drives a backend with a policy, keeps rows in preallocated buffers, counts steps and seconds.
+
+Where the backend has several groups of environments they take turns: while the policy acts for one, the others step.
+Or the policy acts for the first so many that are ready, so that slow environments hold nobody up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
-import gymnasium as gym
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from flotilla.core.types import Act, Episode, Rollout, Row, Spec, State, tree_map
-from flotilla.sampling.base import Backend, RowArrays
+from flotilla.core.types import Act, Episode, Rollout, Spec, State, tree_map
+from flotilla.sampling.base import Backend, Event, Restarted
+from flotilla.sampling.buffers import Buffers, arrays, copy
+from flotilla.sampling.workers import WorkersBackend
+
+clock = time.perf_counter
 
 
 class Sampler:
     """Rollouts of one backend's environments, on `device`.
 
     `env_steps` counts steps that the policy chose (not the ignored ones after an episode's last row);
-    `seconds` says where the time went; `episodes` collects whole episodes until `drain_episodes`.
+    `seconds` says where the time went; whole episodes and restarts are collected until they are drained.
+    first_ready: act for so many environments at once, as they come (worker processes only); 0: for all, or by groups.
+    env_ids: of each environment, where they differ.
     """
 
-    def __init__(self, backend: Backend, device: torch.device, first_env_index: int = 0) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        device: torch.device,
+        first_env_index: int = 0,
+        *,
+        first_ready: int = 0,
+        env_ids: Sequence[str] = (),
+    ) -> None:
         self.spec: Spec = backend.spec
         self.num_envs = backend.num_envs
         self.env_steps = 0
         self.seconds = {"env": 0.0, "inference": 0.0}
         self._backend, self._device, self._first = backend, device, first_env_index
+        self._batch, self._env_ids = first_ready, env_ids if len(set(env_ids)) > 1 else ()
         self._episodes: list[Episode] = []
-        self._buffers: _Buffers | None = None
+        self._restarts: list[Restarted] = []
+        self._buffers: Buffers | None = None
         self._state: State = None
 
     @torch.no_grad()
     def rollout(self, act: Act, num_steps: int) -> Rollout:
-        """`num_steps` steps of every environment; a view of buffers that the next rollout overwrites."""
-        buffers = self._buffers_of(num_steps)
-        first_state, state = self._state, self._state
-        clock = time.perf_counter
-        for t in range(num_steps):
-            start = clock()
-            action, state, extras = act(buffers.device_rows[t], state)
-            buffers.keep(t, action, extras)
-            host_action = buffers.host_actions[t]
-            acted = clock()
-            self._step(host_action, buffers.arrays[t], buffers.arrays[t + 1])
-            buffers.to_device(t + 1)
-            self.seconds["inference"] += acted - start
-            self.seconds["env"] += clock() - acted
-        self._state = state
-        assert state is not None
+        """`num_steps` steps of every environment; a view of buffers that the next rollout overwrites.
+
+        `act` is called with the rows and the memory of one group, or of what is ready, at a time.
+        """
+        start, acting = clock(), self.seconds["inference"]
+        buffers, first_state = self._buffers_of(num_steps), self._state
+        if self._batch:
+            self._state = self._act_for_ready(act, buffers, first_state)
+        else:
+            with _threads_beside(self._backend):
+                self._state = self._take_turns(act, buffers, first_state)
+        self.seconds["env"] += clock() - start - (self.seconds["inference"] - acting)
         return Rollout(
             rows=buffers.rows,
             action=buffers.action,
             extras=buffers.extras,
-            first_state=torch.zeros_like(state) if first_state is None else first_state,
-            last_state=state,
+            first_state=torch.zeros_like(self._state) if first_state is None else first_state,
+            last_state=self._state,
         )
 
     def drain_episodes(self) -> list[Episode]:
@@ -62,98 +80,125 @@ class Sampler:
         drained, self._episodes = self._episodes, []
         return drained
 
+    def drain_restarts(self) -> list[Restarted]:
+        """The environments that failed and were made again since the last call, by their index in the run."""
+        drained, self._restarts = self._restarts, []
+        return drained
+
     def close(self) -> None:
         """Close the environments; idempotent."""
         self._backend.close()
 
-    def _step(self, action: Any, now: RowArrays, then: RowArrays) -> None:
-        """One step of every environment, with its bookkeeping."""
-        for finished in self._backend.step(action, then):
+    def _take_turns(self, act: Act, buffers: Buffers, first_state: State) -> Tensor:
+        """Fill the buffers in time order; the memory after the last action, (N, S)."""
+        groups, seconds = self._backend.groups, self.seconds
+        states: list[Any] = [None if first_state is None else first_state[envs] for envs in groups]
+        for t in range(buffers.num_steps):
+            for group in range(len(groups)):
+                if t > 0:
+                    self._receive(buffers, t, group)
+                start = clock()
+                action, states[group], extras = act(buffers.device_rows[t][group], states[group])
+                buffers.keep(t, group, action, extras)
+                seconds["inference"] += clock() - start
+                self._backend.send(buffers.host_actions[t][group], group)
+        for group in range(len(groups)):
+            self._receive(buffers, buffers.num_steps, group)
+        return torch.cat(states) if len(states) > 1 else cast(Tensor, states[0])
+
+    def _receive(self, buffers: Buffers, t: int, group: int) -> None:
+        """Row t of one group, which was sent the action of the row before."""
+        events = self._backend.recv(buffers.arrays[t][group], group)
+        ignored = buffers.arrays[t - 1][group].is_last
+        if events:
+            self._note(events, range(self.num_envs)[self._backend.groups[group]], ignored)
+            for event in events:
+                if isinstance(event, Restarted):
+                    buffers.rows.is_last[t - 1, event.env_index] = True
+        self.env_steps += len(ignored) - int(np.count_nonzero(ignored))
+        buffers.to_device(t, group)
+
+    def _act_for_ready(self, act: Act, buffers: Buffers, first_state: State) -> Tensor:
+        """Fill the buffers in whatever order environments become ready; the memory after the last action, (N, S)."""
+        backend = cast(WorkersBackend, self._backend)
+        at_N = np.zeros(self.num_envs, np.int64)  # the row that each environment has reached
+        ready, in_flight = list(range(self.num_envs)), 0
+        state_NS = None if first_state is None else first_state.clone()
+        is_last_T1N = buffers.host.is_last.numpy()
+        while ready or in_flight:
+            if len(ready) >= self._batch or not in_flight:
+                batch, ready = ready[: self._batch], ready[self._batch :]
+                index = (torch.from_numpy(at_N[batch]), torch.tensor(batch))
+                start = clock()
+                row = type(buffers.host)(*(tree_map(lambda x: x[index].to(self._device), x) for x in buffers.host))  # noqa: B023
+                action, state, extras = act(row, None if state_NS is None else state_NS[index[1]])
+                if state_NS is None:
+                    state_NS = state.new_zeros(self.num_envs, state.shape[-1])
+                state_NS[index[1]] = state
+                host_action = buffers.scatter(index, action, extras)
+                self.seconds["inference"] += clock() - start
+                backend.send_some(host_action, batch)
+                in_flight += len(batch)
+            else:
+                count = min(self._batch - len(ready), in_flight)
+                rows = buffers.scratch(count)
+                came, events = backend.recv_some(count, rows)
+                in_flight -= count
+                at_N[came] += 1
+                buffers.store(at_N[came], came, rows)
+                ignored = is_last_T1N[at_N[came] - 1, came]
+                self._note(events, came, ignored)
+                is_last_T1N[at_N[came] - 1, came] = ignored
+                self.env_steps += count - int(np.count_nonzero(ignored))
+                ready += [i for i in came if at_N[i] < buffers.num_steps]
+        copy(buffers.host, buffers.rows)
+        assert state_NS is not None
+        return state_NS
+
+    def _note(self, events: Sequence[Event], env_index: Sequence[int], ignored: NDArray[np.bool_]) -> None:
+        """Keep what is reported of some environments; the step to the row of a restart was none: it is ignored, too."""
+        for event in events:
+            if isinstance(event, Restarted):
+                ignored[env_index.index(event.env_index)] = True
+                self._restarts.append(event._replace(env_index=self._first + event.env_index))
+        for event in events:
+            if isinstance(event, Restarted):
+                continue
+            until = env_index.index(event.env_index) + 1
             self._episodes.append(
                 Episode(
-                    env_index=self._first + finished.env_index,
-                    episodic_return=finished.episodic_return,
-                    length_steps=finished.length_steps,
+                    env_index=self._first + event.env_index,
+                    episodic_return=event.episodic_return,
+                    length_steps=event.length_steps,
                     # Environments that end together keep a step of their own.
-                    env_steps=self.env_steps + finished.env_index + 1,
+                    env_steps=self.env_steps + until - int(np.count_nonzero(ignored[:until])),
+                    env_id=self._env_ids[event.env_index] if self._env_ids else "",
                 )
             )
-        self.env_steps += self.num_envs - int(np.count_nonzero(now.is_last))
 
-    def _buffers_of(self, num_steps: int) -> _Buffers:
+    def _buffers_of(self, num_steps: int) -> Buffers:
         """The buffers with row 0 filled: by a reset at the start, else by the last row of the rollout before."""
         old = self._buffers
         if old is None or old.num_steps != num_steps:
-            self._buffers = _Buffers(self.spec, self.num_envs, num_steps, self._device)
+            self._buffers = Buffers(self.spec, self._backend.groups, num_steps, self._device)
         buffers = self._buffers
         assert buffers is not None
         if old is None:
-            self._backend.reset(buffers.arrays[0])
+            self._backend.reset(arrays(buffers.host.at(0)))
         else:
-            _copy(old.host_rows[-1], buffers.host_rows[0])
-        buffers.to_device(0)
+            copy(old.host.at(-1), buffers.host.at(0))
+        for group in range(len(self._backend.groups)):
+            buffers.to_device(0, group)
         return buffers
 
 
-class _Buffers:
-    """T + 1 rows and T actions: on the host, where backends write, and on the device, where networks read."""
-
-    def __init__(self, spec: Spec, num_envs: int, num_steps: int, device: torch.device) -> None:
-        self.num_steps = num_steps
-        self._on_host = device.type == "cpu"
-        pin, leading = device.type == "cuda", (num_steps + 1, num_envs)
-        reward = torch.zeros(leading, pin_memory=pin)
-        flags = [torch.zeros(leading, dtype=torch.bool, pin_memory=pin) for _ in range(3)]
-        self._host = Row(_zeros(leading, spec.obs_space, pin=pin), reward, *flags)
-        self.rows = (
-            self._host if self._on_host else Row(*(tree_map(lambda x: x.to(device), part) for part in self._host))
-        )
-        self.action: Tensor = _zeros((num_steps, num_envs), spec.action_space).to(device)
-        self.extras: dict[str, Tensor] = {}
-        # Views made once: slicing costs as much as a small network.
-        self.device_rows = [self.rows.at(t) for t in range(num_steps + 1)]
-        self.host_rows = [self._host.at(t) for t in range(num_steps + 1)]
-        self.arrays = [RowArrays(*(_numpy(part) for part in row)) for row in self.host_rows]
-        self._host_action = self.action if self._on_host else torch.empty_like(self.action, device="cpu")
-        self.host_actions = list(self._host_action.numpy())
-        self._action_rows = list(self.action)
-
-    def keep(self, t: int, action: Tensor, extras: dict[str, Tensor]) -> None:
-        """Store what the policy gave at step t, and bring the action to the host."""
-        if not self.extras:
-            self.extras = {
-                k: torch.empty(self.num_steps, *x.shape, dtype=x.dtype, device=x.device) for k, x in extras.items()
-            }
-            self._extra_rows = {k: list(x) for k, x in self.extras.items()}
-        self._action_rows[t].copy_(action)
-        for key, x in extras.items():
-            self._extra_rows[key][t].copy_(x)
-        if not self._on_host:
-            self._host_action[t].copy_(action)
-
-    def to_device(self, t: int) -> None:
-        if not self._on_host:
-            _copy(self.host_rows[t], self.device_rows[t])
-
-
-def _copy(source: Row, target: Row) -> None:
-    pairs: list[tuple[Any, Any]] = list(zip(source[1:], target[1:], strict=True))
-    if isinstance(source.obs, dict) and isinstance(target.obs, dict):
-        pairs += zip(source.obs.values(), target.obs.values(), strict=True)
-    else:
-        pairs.append((source.obs, target.obs))
-    for one, other in pairs:
-        other.copy_(one, non_blocking=True)
-
-
-def _numpy(part: Any) -> Any:
-    return {key: x.numpy() for key, x in part.items()} if isinstance(part, dict) else part.numpy()
-
-
-def _zeros(leading: tuple[int, int], space: gym.Space[Any], *, pin: bool = False) -> Any:
-    """A host tensor (leading, ...) for values of a space, or one per key of a Dict."""
-    if isinstance(space, gym.spaces.Dict):
-        return {key: _zeros(leading, part, pin=pin) for key, part in space.spaces.items()}
-    assert space.shape is not None
-    dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
-    return torch.zeros(*leading, *space.shape, dtype=dtype, pin_memory=pin)
+@contextlib.contextmanager
+def _threads_beside(backend: Backend) -> Iterator[None]:
+    """Half of the learner's threads while groups take turns: the backend's own work at the same time."""
+    threads = torch.get_num_threads()
+    if len(backend.groups) > 1:
+        torch.set_num_threads(max(1, threads // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -9,11 +9,12 @@ import gymnasium as gym
 import numpy as np
 
 from flotilla.core.types import Spec
-from flotilla.sampling.base import Array, Finished, RowArrays
+from flotilla.sampling.base import Array, Finished, RowArrays, split
+from flotilla.sampling.shm import same_spaces
 
 
 class SyncBackend:
-    """Steps environments one after another in this process."""
+    """Steps environments one after another in this process, in one group: nothing runs while the policy acts."""
 
     name = "sync"
 
@@ -21,6 +22,7 @@ class SyncBackend:
         self._envs: list[gym.Env[Any, Any]] = []
         try:
             self._envs.extend(maker() for maker in makers)
+            self.spec = Spec(*same_spaces([(env.observation_space, env.action_space) for env in self._envs]))
         except BaseException:
             self.close()
             raise
@@ -28,7 +30,8 @@ class SyncBackend:
         self._steps = [env.step for env in self._envs]
         self._ended = np.zeros(len(self._envs), bool)
         self.num_envs = len(self._envs)
-        self.spec = Spec(self._envs[0].observation_space, self._envs[0].action_space)
+        self.groups = split(self.num_envs, 1)
+        self._action: Any = ()
         # A Python int is what most simulators want, and tolist() makes all of them in one call.
         self._as_list = isinstance(self.spec.action_space, gym.spaces.Discrete)
 
@@ -40,8 +43,11 @@ class SyncBackend:
         for i, (env, seed) in enumerate(zip(self._envs, self._seeds, strict=True)):
             _write(out, i, env.reset(seed=seed)[0])
 
-    def step(self, action: Array, out: RowArrays) -> Sequence[Finished]:
-        actions = action.tolist() if self._as_list else action
+    def send(self, action: Array, group: int = 0) -> None:
+        self._action = action.tolist() if self._as_list else action
+
+    def recv(self, out: RowArrays, group: int = 0) -> Sequence[Finished]:
+        actions = self._action
         ended, finished = self._ended, ()  # type: tuple[Any, Sequence[Finished]]
         out.is_first[:] = ended
         out.is_last[:] = out.is_terminal[:] = False

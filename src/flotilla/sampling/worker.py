@@ -1,0 +1,450 @@
+"""One worker process: makes its environments, steps them when told, and writes what they say into shared memory.
+
+It knows no policy, no rows and no torch.  Commands and replies are one or two bytes on two pipes; only what is
+rare (resets, calls, new kinds of infos, faults) is pickled.  An end of file on the commands means that the parent
+has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+
+from flotilla.core.seeding import stream_seed
+from flotilla.sampling import shm
+from flotilla.sampling.process import CLOSE_S, IDLE
+
+INFO_COLUMNS = 32  # numbers of one info that travel unpickled
+EXACT = 2**53  # float64 holds every integer up to here
+
+# Commands: the number of a group to step, or one of these.
+PENDING, ORDER = 0xFE, 0xFF
+# Replies: one of these, and the local number of the environment that a PENDING command stepped, else WHOLE.
+OK, TABLE, MESSAGE = 0, 1, 2
+WHOLE = 0xFF
+MAX_ENVS = min(WHOLE, IDLE)  # in one worker
+
+Info = dict[str, Any]
+
+
+class Made(NamedTuple):
+    """What an environment says of itself."""
+
+    obs_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    metadata: dict[str, Any]
+    render_mode: str | None
+    spec: Any
+
+
+class Fault(NamedTuple):
+    """An environment that failed, and why."""
+
+    env_index: int
+    pid: int
+    text: str  # the traceback, or what happened to the process
+    error: BaseException | None = None  # where it can be pickled
+
+
+class Message(NamedTuple):
+    """What does not fit into a reply of two bytes."""
+
+    faults: list[Fault]
+    result: Any  # infos of the environments that were stepped, or the answer to an order
+    schema: tuple[tuple[str, ...], tuple[type, ...]] | None = None  # of infos that will come as a table
+    refused: Fault | None = None  # why there is no answer, though no environment failed
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is told at its start."""
+
+    makers: bytes  # cloudpickle of a list: a function without arguments for each environment
+    index: tuple[int, ...]  # of its environments, in the whole pool
+    groups: tuple[range, ...]  # local numbers of the environments that each group's command steps
+    slot: int  # its own line of the array "workers"
+    autoreset: str  # next_step | same_step | disabled
+    infos: bool  # whether infos travel, or only the statistics of finished episodes
+    max_restarts: int  # how often an environment that raises is made again before it is given up
+    revived: bool  # replaces a worker that died: each environment begins anew at its next command
+    seeds: tuple[int | None, ...]  # of the last reset, from which those of restarts follow
+
+
+class Worker:
+    """The environments of one process and their places in shared memory."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.index = job.index
+        self.envs: list[gym.Env[Any, Any]] = []
+        self.faults: list[Fault] = []
+        self._refused: Fault | None = None
+        self._makers: list[Callable[[], gym.Env[Any, Any]]] = []
+        self._seeds = list(job.seeds)
+        self._anew = [job.revived] * len(job.index)
+        self._ended = [False] * len(job.index)
+        self._schema: tuple[tuple[str, ...], tuple[type, ...]] | None = None
+        self._given: Sequence[Any] = ()  # actions of the next step, where they are not in shared memory
+        self._count = 0
+
+    def make(self) -> bytes:
+        """Make the environments; what they say of themselves or, in a message, what failed."""
+        made: list[Made] = []
+        try:
+            self._makers = pickle.loads(self.job.makers)
+            for maker in self._makers:
+                env = maker()
+                self.envs.append(env)
+                made.append(Made(env.observation_space, env.action_space, env.metadata, env.render_mode, env.spec))
+            return dumps(made)
+        except BaseException as error:
+            return dumps(Message([self._fault(min(len(made), len(self.index) - 1), error)], None))
+
+    def map(self, fd: int, layout: shm.Layout, action_space: gym.Space[Any]) -> None:
+        """Find the arrays of the whole pool."""
+        arrays = shm.arrays(fd, layout)
+        os.close(fd)
+        self._arrays = {name: array for (kind, name), array in arrays.items() if kind == "pool"}
+        self._obs = [(path, array) for (kind, path), array in arrays.items() if kind == "obs"]
+        self._plain = self._obs[0][1] if len(self._obs) == 1 and self._obs[0][0] == () else None
+        self._action = {path: array for (kind, path), array in arrays.items() if kind == "action"}
+        self._action_space = action_space
+        self._reward, self._terminated = self._arrays["reward"], self._arrays["terminated"]
+        self._truncated = self._arrays["truncated"]
+        self.state = memoryview(self._arrays["workers"][self.job.slot])  # see Pool._allocate
+        self._steps = [env.step for env in self.envs]
+
+    # Stepping -------------------------------------------------------------------------------------------------
+
+    def step(self, part: range) -> list[Info]:
+        """Step environments by local number; their infos, where infos travel."""
+        actions, infos, keep = self._actions(part), [], self.job.infos
+        for action, k in zip(actions, part, strict=True):
+            self._enter(k)
+            try:
+                info = self._one(k, action)
+                if not keep and "episode" in info:
+                    self._arrays["episode"][self.index[k]] = info["episode"]["r"], info["episode"]["l"]
+                    self._arrays["finished"][self.index[k]] = True
+            except BaseException as error:
+                info = self._failed(k, error)
+            if keep:
+                infos.append(info)
+        return infos
+
+    def _enter(self, k: int) -> None:
+        """Say which environment is at work, so that the parent knows where a process died or stands."""
+        self._count += 1
+        self.state[0] = self._count << 8 | k
+
+    def _one(self, k: int, action: Any) -> Info:
+        i = self.index[k]
+        if self._anew[k]:
+            return self._begin_again(k)
+        if self._ended[k] and self.job.autoreset == "next_step":
+            obs, info = self.envs[k].reset()
+            self._reward[i] = 0.0
+            self._terminated[i] = self._truncated[i] = self._ended[k] = False
+        else:
+            obs, self._reward[i], terminated, truncated, info = self._steps[k](action)
+            self._terminated[i], self._truncated[i] = terminated, truncated
+            if terminated or truncated:
+                self._ended[k] = True
+                if self.job.autoreset == "same_step":
+                    final = {"final_info": info, "final_obs": obs}
+                    obs, info = self.envs[k].reset()
+                    info = final | info
+                    self._ended[k] = False
+        if self._plain is not None:
+            self._plain[i] = obs
+            return info
+        return self._write(i, obs, info)
+
+    def _write(self, i: int, obs: Any, info: Info) -> Info:
+        """An observation into its places; one that has none travels in the info."""
+        if not self._obs:
+            return info | {"_obs": obs}
+        for path, array in self._obs:
+            array[i] = shm.leaf(obs, path)
+        return info
+
+    def _actions(self, part: range) -> Iterable[Any]:
+        """The actions of neighbours, as copies: an environment may keep what it is given."""
+        rows = slice(self.index[part[0]], self.index[part[-1]] + 1)
+        if self._given or not self._action:
+            given, self._given = self._given, ()
+            return [given[k] for k in part] if given else [None] * len(part)  # a process that is new was given none
+        if () in self._action:
+            block = self._action[()][rows]
+            # Numbers of Python are faster; where infos travel, so does the exact type of an action.
+            return block.tolist() if block.ndim == 1 and not self.job.infos else block.copy()
+        blocks = {path: array[rows].copy() for path, array in self._action.items()}
+        return [
+            shm.nested(self._action_space, {path: block[n] for path, block in blocks.items()}) for n in range(len(part))
+        ]
+
+    def reset(self, options: Any, each: Sequence[tuple[int | None, bool]]) -> list[Info]:
+        """Start an episode in each chosen environment by its seed; an empty info for the others."""
+        infos: list[Info] = []
+        for k, (seed, chosen) in enumerate(each):
+            if not chosen:
+                infos.append({})
+                continue
+            self._enter(k)
+            try:
+                if seed is not None:
+                    self._seeds[k] = seed
+                    infos.append(self._first(k, seed, options))
+                elif self._anew[k]:
+                    infos.append(self._begin_again(k, options))
+                else:
+                    infos.append(self._first(k, None, options))
+            except BaseException as error:
+                infos.append(self._failed(k, error))
+        return infos
+
+    def _first(self, k: int, seed: int | None, options: Any = None) -> Info:
+        """The first row of an episode."""
+        i = self.index[k]
+        obs, info = self.envs[k].reset(seed=seed, options=options)
+        self._reward[i] = 0.0
+        self._terminated[i] = self._truncated[i] = self._ended[k] = False
+        for path, array in self._obs:  # here, and not at each step: a value that broadcasts would go unnoticed
+            value = np.asarray(shm.leaf(obs, path))
+            if value.shape != array.shape[1:] or not np.can_cast(value.dtype, array.dtype, "same_kind"):
+                raise ValueError(
+                    f"the observation{''.join(f'[{key!r}]' for key in path)} has shape {value.shape} and dtype "
+                    f"{value.dtype}, but its space says {array.shape[1:]} and {array.dtype}"
+                )
+        if self._anew[k]:
+            self._anew[k], self._arrays["restarted"][i] = False, True
+        return self._write(i, obs, info)
+
+    # Faults ---------------------------------------------------------------------------------------------------
+
+    def _fault(self, k: int, error: BaseException) -> Fault:
+        """What the parent is told of an exception."""
+        try:
+            sent: BaseException | None = error
+            pickle.loads(cloudpickle.dumps(error))
+        except Exception:
+            sent = None
+        return Fault(self.index[k], os.getpid(), "".join(traceback.format_exception(error)), sent)
+
+    def _failed(self, k: int, error: BaseException) -> Info:
+        """Note the fault; where restarts are allowed, the environment is made again and starts an episode.
+
+        One that fails at that, too, is tried again until its faults are more than the parent allows.
+        """
+        self.faults.append(self._fault(k, error))
+        for _ in range(self.job.max_restarts):
+            try:
+                with contextlib.suppress(Exception):
+                    self.envs[k].close()
+                self.envs[k] = self._makers[k]()
+                self._steps[k] = self.envs[k].step
+                return self._begin_again(k)
+            except BaseException as again:
+                self.faults.append(self._fault(k, again))
+        return {}
+
+    def _begin_again(self, k: int, options: Any = None) -> Info:
+        """An episode with the next seed of the environment's own stream of restarts."""
+        restarts, seed, i = self._arrays["restarts"], self._seeds[k], self.index[k]
+        self._anew[k] = True
+        restarts[i] += 1
+        return self._first(k, None if seed is None else stream_seed(seed, "restart", int(restarts[i])), options)
+
+    # Orders and replies ---------------------------------------------------------------------------------------
+
+    def obey(self, order: bytes) -> bytes:
+        """An order for all environments; its answer."""
+        everyone = range(len(self.envs))
+        result: Any = None
+        name, *arguments = pickle.loads(order)
+        match name:
+            case "reset":
+                result = self.reset(*arguments)
+            case "actions":
+                self._given = arguments[0]
+            case "end":  # of the episodes of the chosen ones: their next step is a reset
+                self._ended = [ended or chosen for ended, chosen in zip(self._ended, arguments[0], strict=True)]
+            case "call":
+                what, args, kwargs, each = arguments
+                result = [self._ask(k, _call, what, args, kwargs) if each[k] else None for k in everyone]
+            case "set_attr":
+                attribute, values = arguments
+                for k in everyone:
+                    self._ask(k, _call, "set_wrapper_attr", (attribute, values[k]), {})
+        return self.message(result, everyone)
+
+    def _ask(self, k: int, question: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer of one environment; an exception is the question's fault and not the environment's."""
+        self._enter(k)
+        try:
+            if self._anew[k]:  # as usable as any other; the row of its restart comes with its next step
+                self._begin_again(k)
+                self._anew[k] = True
+            return question(self.envs[k], *arguments)
+        except BaseException as error:
+            self._refused = self._refused or self._fault(k, error)
+            return None
+
+    def message(self, result: Any, part: Sequence[int], schema: Any = None) -> bytes:
+        """A pickled message; one that says why, where something in the result cannot be pickled."""
+        try:
+            return dumps(Message(self.faults, result, schema, self._refused))
+        except Exception:
+            return dumps(Message(self.faults, None, None, self._refused or self._unpicklable(result, part)))
+        finally:
+            self.faults, self._refused = [], None
+
+    def _unpicklable(self, result: Sequence[Any], part: Sequence[int]) -> Fault:
+        """Whose result it is that cannot be pickled."""
+        for k, one in zip(part, result, strict=True):
+            try:
+                dumps(one)
+            except Exception as error:
+                return self._fault(k, error)
+        raise AssertionError("each can be pickled, but not all")
+
+    def pending(self) -> Iterator[int]:
+        """Local numbers of the environments whose action waits; one that is given is no longer pending."""
+        pending = self._arrays["pending"]
+        for k, i in enumerate(self.index):
+            if pending[i]:
+                pending[i] = False
+                yield k
+
+    def tabulate(self, part: range, infos: Sequence[Info]) -> bool:
+        """Write infos into the table, where they are numbers of the same keys and types as last time."""
+        if self._schema is None:
+            return False
+        keys, types = self._schema
+        table = self._arrays["infos"]
+        for k, info in zip(part, infos, strict=True):
+            values = list(info.values())
+            if tuple(info) != keys or tuple(map(type, values)) != types or not all(-EXACT < x < EXACT for x in values):
+                return False
+            table[self.index[k], : len(values)] = values
+        return True
+
+    def schema(self, info: Info) -> tuple[tuple[str, ...], tuple[type, ...]] | None:
+        """Keys and types of an info, from now on those of the table; None where it holds more than numbers."""
+        types = tuple(map(type, info.values()))
+        fits = 0 < len(types) <= INFO_COLUMNS and all(map(_is_number, types))
+        self._schema = (tuple(info), types) if fits else None
+        return self._schema
+
+
+def _is_number(kind: type) -> bool:
+    exact = (np.bool_, np.integer, np.float16, np.float32, np.float64)
+    return kind in (bool, int, float) or issubclass(kind, exact)
+
+
+def _call(env: gym.Env[Any, Any], what: str | Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An attribute of an environment or of a wrapper around it, called where it can be; or a function of it."""
+    if callable(what):
+        return what(env, *args, **kwargs)
+    found = env.get_wrapper_attr(what)
+    return found(*args, **kwargs) if callable(found) else found
+
+
+def dumps(message: Any) -> bytes:
+    """Pickled so that functions and classes of a script travel, too."""
+    return bytes(cloudpickle.dumps(message))
+
+
+def main(job: Job, go: connection.Connection, done: connection.Connection, fd: int) -> None:
+    """The life of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # fork copies the parent's handlers
+    multiprocessing.current_process().daemon = False  # an environment may have processes of its own
+    threading.Thread(target=_end_with_parent, args=(go.fileno(),), daemon=True).start()
+    worker = Worker(job)
+    try:
+        _single_threaded()
+        made = worker.make()
+        _single_threaded()  # what the environments have imported
+        done.send_bytes(made)
+        worker.map(fd, *pickle.loads(go.recv_bytes()))
+        serve(worker, go, done)
+    except (EOFError, BrokenPipeError):
+        pass  # the parent has gone, or has no use for it any more
+    finally:
+        for env in worker.envs:
+            with contextlib.suppress(Exception):
+                env.close()
+
+
+def serve(worker: Worker, go: connection.Connection, done: connection.Connection) -> None:
+    """Obey until there is nobody to obey."""
+    commands, replies = go.fileno(), done.fileno()
+    state, spin_s, seen = worker.state, worker.state[2] * 1e-6, 0
+    while True:
+        if spin_s:
+            deadline = time.perf_counter() + spin_s
+            while state[1] == seen and time.perf_counter() < deadline:
+                pass
+        command = os.read(commands, 1)
+        seen += 1
+        if not command:
+            return
+        if command[0] == PENDING:
+            for k in worker.pending():
+                part = range(k, k + 1)
+                reply(worker, done, part, worker.step(part), k)
+        elif command[0] == ORDER:
+            answer = worker.obey(go.recv_bytes())
+            state[0] = IDLE
+            os.write(replies, bytes((MESSAGE, WHOLE)))
+            done.send_bytes(answer)
+        else:
+            part = worker.job.groups[command[0]]
+            reply(worker, done, part, worker.step(part), WHOLE)
+
+
+def reply(worker: Worker, done: connection.Connection, part: range, infos: list[Info], number: int) -> None:
+    """Two bytes, and a message where there is more to say."""
+    kind = OK if not any(infos) else TABLE if worker.tabulate(part, infos) else MESSAGE
+    if kind == MESSAGE or worker.faults:
+        message = worker.message(infos, part, worker.schema(next((info for info in infos if info), {})))
+        worker.state[0] = IDLE  # first: the time that it waits for a reader is none of an environment's
+        os.write(done.fileno(), bytes((MESSAGE, number)))
+        done.send_bytes(message)
+    else:
+        worker.state[0] = IDLE
+        os.write(done.fileno(), bytes((kind, number)))
+
+
+def _single_threaded() -> None:
+    """What reads no variables, or has read them before (fork): one thread, too."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(1)
+
+
+def _end_with_parent(commands: int) -> None:
+    """Ends the process a while after its parent, also when an environment hangs."""
+    poll = select.poll()
+    poll.register(commands, 0)  # wakes at the end of file only
+    poll.poll()
+    time.sleep(CLOSE_S)
+    os._exit(1)
