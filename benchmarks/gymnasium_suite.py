@@ -31,7 +31,8 @@ def main() -> int:
         parser.error(f"{arguments.checkout} has no {PARTS[0]}: give a clone of Gymnasium's repository")
     os.chdir(arguments.checkout)
     sys.path.insert(0, os.getcwd())  # workers take it over
-    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing without a display
+    os.environ.setdefault("MUJOCO_GL", "egl")
     if not arguments.reference:
         gymnasium.vector.AsyncVectorEnv = WorkerVectorEnv  # type: ignore[misc, assignment]
     ignored = [f"--ignore={path}" for path in WITHOUT_ASYNC]

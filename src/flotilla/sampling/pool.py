@@ -97,7 +97,6 @@ class Pool:
         self._workers = split(self.groups, self.num_workers)
         self._of = {i: (worker, k) for worker in self._workers for k, i in enumerate(worker.index)}
         self._members = [[w for w in self._workers if w.groups[g]] for g in range(num_groups)]
-        self._under_way = [False] * num_groups
         self._last = ORDER  # the command whose replies came last
         self._fd = shm.open_block()
         self._stop = threading.Event()
@@ -187,9 +186,6 @@ class Pool:
 
     def send(self, group: int = 0) -> None:
         """Step the environments of a group with the actions that lie in `action`."""
-        if self._under_way[group]:  # nobody received it: after a timeout or an error
-            self.settle()
-        self._under_way[group] = True
         for worker in self._members[group]:
             self._tell(worker, group)
 
@@ -197,9 +193,8 @@ class Pool:
         """Wait until the group's rows lie in the arrays; TimeoutError after `timeout_s` (the rows still come)."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for worker in self._members[group]:
-            while (group, None) in worker.owed:
+            while (group, None) in worker.owed:  # also of an earlier step that nobody received
                 self._answer(worker, deadline)
-        self._under_way[group] = False
         self._last = group
 
     # Stepping whatever is ready -------------------------------------------------------------------------------
@@ -270,7 +265,6 @@ class Pool:
         for worker in self._workers:
             while worker.owed or worker.waiting:
                 self._answer(worker)
-        self._under_way = [False] * len(self._under_way)
 
     # Infos ----------------------------------------------------------------------------------------------------
 

@@ -150,9 +150,11 @@ def end(
     if os.getpid() != owner:  # a forked copy of the pool goes, not the pool
         return
     stop.set()
+    processes = [worker.process for worker in workers if worker.process is not None]
     for worker in workers:
         worker.hang_up()
-    bury([worker.process for worker in workers if worker.process is not None], timeout_s)
+        worker.process = None
+    bury(processes, timeout_s)
     with contextlib.suppress(OSError):
         os.close(block)
 
