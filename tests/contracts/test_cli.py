@@ -168,7 +168,8 @@ def test_an_error_on_a_narrow_colour_terminal_is_still_one_line(monkeypatch: pyt
     monkeypatch.setattr("tyro._fmtlib._FORCE_ANSI", True)
     with pytest.raises(UsageError) as caught:
         asked("--backend", "threads")
-    expected = "invalid choice 'threads' for argument '--backend'. Expected one of ('auto', 'sync', 'envpool', 'ale')."
+    choices = "('auto', 'sync', 'workers', 'envpool', 'ale')"
+    expected = f"invalid choice 'threads' for argument '--backend'. Expected one of {choices}."
     assert str(caught.value) == f"{expected} (see flotilla train ppo --help)"
 
 
@@ -182,7 +183,7 @@ def test_help_of_an_algorithm_lists_every_flag_with_words(command: str, capsys: 
     assert "ppo options" in shown
     for _, field in FLAGS:
         flag = re.escape(field.name.replace("_", "-"))
-        typed = rf"--{flag}(, --no-{flag}| [A-Z]+| \{{\S+\}}| \[INT \[INT \.\.\.\]\])"
+        typed = rf"--{flag}(, --no-{flag}| [A-Z]+| \{{\S+\}}| \[(INT|FLOAT) \[(INT|FLOAT) \.\.\.\]\])"
         assert re.search(rf"{typed} \w+\W.*?\(default: ", shown), f"--{flag} has no words"
     assert ("--json" in shown) == (command == "describe")
 

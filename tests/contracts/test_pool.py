@@ -54,7 +54,7 @@ def pool() -> Iterator[Callable[..., Pool]]:
 def _no_hang() -> Iterator[None]:
     """A test that waits for ever fails."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(60)
+    signal.alarm(90)
     yield
     signal.alarm(0)
 

@@ -202,9 +202,9 @@ def samples(agent: Agent, roll: Rollout, config: Config) -> tuple[dict[str, Any]
 def shuffled(batch: dict[str, Any], config: Config) -> Iterator[dict[str, Any]]:
     """The samples in a new order, in equal minibatches."""
     order_B = torch.randperm(len(batch["adv"]), device=batch["adv"].device)
-    parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)), batch)
+    parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)).unbind(), batch)
     for m in range(config.num_minibatches):
-        yield tree_map(lambda x: x[m], parts)  # noqa: B023
+        yield tree_map(lambda minibatches: minibatches[m], parts)  # noqa: B023
 
 
 def train(config: Config, run: Run) -> Agent:

@@ -35,7 +35,7 @@ class Row(NamedTuple):
         return Row(tree_map(lambda x: x[index], self.obs), *(x[index] for x in self[1:]))
 
 
-def tree_map(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
     """`fn` of a tensor, or of every tensor in a (nested) dict of them, in the same form."""
     if isinstance(tree, dict):
         return {key: tree_map(fn, x) for key, x in tree.items()}

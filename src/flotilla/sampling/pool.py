@@ -100,7 +100,8 @@ class Pool:
         self._last = ORDER  # the command whose replies came last
         self._fd = shm.open_block()
         self._stop = threading.Event()
-        self._closer = weakref.finalize(self, end, self._workers, self._fd, self._stop, os.getpid())
+        self._owner = os.getpid()
+        self._closer = weakref.finalize(self, end, self._workers, self._fd, self._stop, self._owner)
         try:
             for worker in self._workers:
                 self._start(worker, revived=False)
@@ -404,7 +405,7 @@ class Pool:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End all processes; idempotent, and done after `timeout_s` and a little."""
         if self._closer.detach():
-            end(self._workers, self._fd, self._stop, os.getpid(), timeout_s)
+            end(self._workers, self._fd, self._stop, self._owner, timeout_s)
 
     @property
     def closed(self) -> bool:
