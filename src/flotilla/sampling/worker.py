@@ -120,7 +120,7 @@ class Worker:
         """Find the arrays of the whole pool."""
         arrays = shm.arrays(fd, layout)
         os.close(fd)
-        self._arrays = {name: array for (kind, name), array in arrays.items() if kind == "pool"}
+        self._arrays: dict[str, Any] = {name: array for (kind, name), array in arrays.items() if kind == "pool"}
         self._obs = [(path, array) for (kind, path), array in arrays.items() if kind == "obs"]
         self._plain = self._obs[0][1] if len(self._obs) == 1 and self._obs[0][0] == () else None
         self._action = {path: array for (kind, path), array in arrays.items() if kind == "action"}
