@@ -311,11 +311,11 @@ def test_id_of_a_module_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lines = [
         "import gymnasium as gym",
         "from gymnasium.envs.classic_control import CartPoleEnv",
-        "gym.register('Mine-v0', entry_point=CartPoleEnv, max_episode_steps=7)",
+        "gym.register('Own-v0', entry_point=CartPoleEnv, max_episode_steps=7)",
     ]
     (tmp_path / "my_envs.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
-    env = make_env("my_envs:Mine-v0")
+    env = make_env("my_envs:Own-v0")
     assert env.spec is not None
     assert env.spec.max_episode_steps == 7
     ended = [step[4]["episode"]["l"] for step in steps(env, seed=0, limit=20) if step[3]]

@@ -423,12 +423,12 @@ def test_make_takes_ids_with_arguments_and_wrappers() -> None:
 
 
 def test_make_takes_what_only_this_process_has_registered() -> None:
-    gym.register("Mine-v0", entry_point=lambda: Clock(4), max_episode_steps=2)
-    for what, num_envs in (("Mine-v0", 2), (Clock, 2), ([Clock, Clock], 1)):
+    gym.register("OnlyHere-v0", entry_point=lambda: Clock(4), max_episode_steps=2)
+    for what, num_envs in (("OnlyHere-v0", 2), (Clock, 2), ([Clock, Clock], 1)):
         envs = vector.make(what, num_envs, num_workers=1)
         assert envs.reset()[0].shape == (2, 2)
         envs.close()
-    del gym.registry["Mine-v0"]
+    del gym.registry["OnlyHere-v0"]
 
 
 @pytest.mark.parametrize(

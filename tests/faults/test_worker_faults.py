@@ -497,7 +497,7 @@ def test_an_interrupt_that_takes_a_reply_with_it(pool: Any, monkeypatch: pytest.
             with pytest.raises(KeyboardInterrupt):
                 receive()
         receive()
-        assert one.restarted.tolist() == [True, True, False, False]
+        assert one.restarted.tolist() in ([True, True, False, False], [False, False, True, True]), "one worker"
         one.restarted[:] = False
         steps(one, 2)
         one.reset([1, 2, 3, 4])
