@@ -65,12 +65,7 @@ class Buffers:
     def store(self, steps: NDArray[np.int64], envs: Sequence[int], rows: RowArrays) -> None:
         """Rows into their places on the host."""
         whole = arrays(self.host)
-        pairs: list[tuple[Any, Any]] = list(zip(whole[1:], rows[1:], strict=True))
-        if isinstance(whole.obs, dict) and isinstance(rows.obs, dict):
-            pairs += zip(whole.obs.values(), rows.obs.values(), strict=True)
-        else:
-            pairs.append((whole.obs, rows.obs))
-        for target, source in pairs:
+        for target, source in _pairs(whole, rows):
             target[steps, envs] = source
 
     def to_device(self, t: int, group: int) -> None:
@@ -90,13 +85,16 @@ class Buffers:
 
 
 def copy(source: Row, target: Row) -> None:
-    pairs: list[tuple[Any, Any]] = list(zip(source[1:], target[1:], strict=True))
-    if isinstance(source.obs, dict) and isinstance(target.obs, dict):
-        pairs += zip(source.obs.values(), target.obs.values(), strict=True)
-    else:
-        pairs.append((source.obs, target.obs))
-    for one, other in pairs:
+    for one, other in _pairs(source, target):
         other.copy_(one, non_blocking=True)
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
+    """The parts of two rows side by side; of dict observations each part of theirs."""
+    pairs = list(zip(one[1:], other[1:], strict=True))
+    if isinstance(one.obs, dict):
+        return pairs + list(zip(one.obs.values(), other.obs.values(), strict=True))
+    return [*pairs, (one.obs, other.obs)]
 
 
 def arrays(row: Row) -> RowArrays:
