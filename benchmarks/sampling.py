@@ -1,6 +1,6 @@
 """What the sampling engine costs beside the bare thing: sleepers, a straggler, EnvPool and ALE themselves, memory.
 
-    python benchmarks/sampling.py [--work sleep straggler envpool ale memory] [--rounds 5]
+    python benchmarks/sampling.py [--work engine sleep straggler envpool ale memory] [--rounds 5]
 
 Both sides of a ratio take turns in one run; the median of the rounds, lowest and highest beside it.
 """
@@ -43,7 +43,8 @@ class Sleeper(gym.Env[Any, Any]):
         return self.obs, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        time.sleep(self.step_s)
+        if self.step_s:
+            time.sleep(self.step_s)
         return self.obs, 0.0, False, False, {}
 
 
@@ -111,7 +112,19 @@ def native(env_id: str, name: Any, seconds: float) -> tuple[str, dict[str, Rate]
     }
 
 
+def engine(seconds: float) -> tuple[str, dict[str, Rate]]:
+    """What a step costs without an environment: 32 that do nothing on 2 workers, and in a loop."""
+    many = WorkersBackend([functools.partial(Sleeper, 0.0)] * 32, range(32), num_workers=2)
+    loop, row, action = [Sleeper(0.0) for _ in range(32)], rows(many, 32), np.zeros(32, np.int64)
+    many.reset(row)
+    return "32 environments that do nothing on 2 workers / a bare loop", {
+        "ours": lambda: per_second(lambda: step(many, action, row), 32, seconds),
+        "bare": lambda: per_second(lambda: [env.step(0) for env in loop], 32, seconds),
+    }
+
+
 WORK: dict[str, Callable[[float], tuple[str, dict[str, Rate]]]] = {
+    "engine": engine,
     "sleep": sleep,
     "straggler": straggler,
     "envpool": functools.partial(native, "HalfCheetah-v5", "envpool"),

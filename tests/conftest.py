@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -39,6 +40,15 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """A test that waits for ever fails."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import copy
 import multiprocessing
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -32,7 +31,10 @@ from flotilla.sampling.shm import leaf, leaves, nested
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # fork is the quickest start; Python 3.12 warns of it where there are threads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*Casting input x:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*Casting input x:UserWarning"),
+    pytest.mark.usefixtures("no_hang"),
+]
 Maker = Callable[[], gym.Env[Any, Any]]
 
 
@@ -48,15 +50,6 @@ def pool() -> Iterator[Callable[..., Pool]]:
     yield make
     for one in made:
         one.close()
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A test that waits for ever fails."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(90)
-    yield
-    signal.alarm(0)
 
 
 # Spaces ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,7 @@ from flotilla.sampling.pool import EnvironmentFailed, Pool
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # fork is the quickest start; Python 3.12 warns of it where there are threads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A test that waits for ever fails."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(120)
-    yield
-    signal.alarm(0)
+pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.usefixtures("no_hang")]
 
 
 class Hanging(gym.Env[Any, Any]):

@@ -20,6 +20,9 @@ BASE = "--preset none --backend sync --dashboard none --device cpu --threads 1 -
 
 # An environment that fails, or has spaces that nothing here takes, as a user's own module.
 MODULE = """
+import time
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
@@ -49,6 +52,13 @@ class Fragile(gym.Env):
         if self.index == 1:
             raise ZeroDivisionError("the simulator fell over")
 
+class Hanging(Fragile):
+    def fail(self):
+        before = Path(__file__).with_name("hung")
+        if self.index == 1 and not before.exists():
+            before.touch()
+            time.sleep(60)
+
 class Buttons(Fragile):
     action_space = spaces.MultiBinary(3)
 
@@ -57,6 +67,7 @@ class Words(Fragile):
 
 for name, kind, more in (
     ("Step", Fragile, {"fail_at": 20}), ("Reset", Fragile, {"in_reset": True}), ("Whole", Fragile, {}),
+    ("Hang", Hanging, {"fail_at": 20}),
     ("Buttons", Buttons, {}), ("Words", Words, {}),
 ):
     gym.register(f"{name}-v0", entry_point=kind, kwargs=more)
@@ -205,6 +216,15 @@ def test_an_environment_that_raises_is_restarted_and_the_run_goes_on(
     assert (found["state"], found["env_restarts"]) == ("done", 1)
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert sum(line.get("env/restarts", 0) for line in lines) == 1
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork"])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*Overriding environment:UserWarning")
+def test_an_environment_that_hangs_is_restarted(start_method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--env-id", "users_own:Hang-v0", "--run-dir", "run", *RESTARTS.split(), "3", "--dashboard", "plain"]
+    assert train(*flags, "--start-method", start_method, "--env-timeout-s", "1") == EXIT_DONE
+    assert "at work for more than 1 s (env_timeout_s)" in capsys.readouterr().out
+    assert status("run")["env_restarts"] == 2, "both environments of the process"
 
 
 def test_too_many_restarts_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,18 +29,9 @@ from flotilla.sampling.workers import WorkersBackend
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # fork is the quickest start; Python 3.12 warns of it where there are threads.
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), pytest.mark.usefixtures("no_hang")]
 TIMEOUT_S = 0.4
 STEPS = 12
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    """A test that waits for ever fails."""
-    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
-    signal.alarm(90)
-    yield
-    signal.alarm(0)
 
 
 @pytest.fixture

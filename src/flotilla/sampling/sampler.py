@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flotilla.core.types import Act, Episode, Rollout, Spec, State, tree_map
+from flotilla.core.types import Act, Episode, Rollout, Row, Spec, State, tree_map
 from flotilla.sampling.base import Backend, Event, Restarted
 from flotilla.sampling.buffers import Buffers, arrays, copy
 from flotilla.sampling.workers import WorkersBackend
@@ -130,7 +130,7 @@ class Sampler:
                 batch, ready = ready[: self._batch], ready[self._batch :]
                 index = (torch.from_numpy(at_N[batch]), torch.tensor(batch))
                 start = clock()
-                row = type(buffers.host)(*(tree_map(lambda x: x[index].to(self._device), x) for x in buffers.host))  # noqa: B023
+                row = Row(*(tree_map(lambda x: x[index].to(self._device), x) for x in buffers.host))  # noqa: B023
                 action, state, extras = act(row, None if state_NS is None else state_NS[index[1]])
                 if state_NS is None:
                     state_NS = state.new_zeros(self.num_envs, state.shape[-1])
