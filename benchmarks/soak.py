@@ -181,7 +181,7 @@ def main() -> int:
     left = [pid for pid in pids if psutil.pid_exists(pid)]
     kinds = sorted({fault.text.strip().splitlines()[-1] for fault in pool.faults})
     print(
-        f"{checker.rows:,} rows right, {resets} resets, {int(pool.restarts.sum())} restarts, {len(pool.faults)} faults:"
+        f"{checker.rows:,} rows right, {resets} resets, {int(pool.episodes.sum())} restarts, {len(pool.faults)} faults:"
     )
     print(*(f"  {kind}" for kind in kinds), sep="\n")
     print(f"descriptors, processes, threads: {at_start} at the start, {held()} after close; workers left: {left}")

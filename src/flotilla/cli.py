@@ -23,11 +23,12 @@ from flotilla.core.errors import (
     nearest,
 )
 from flotilla.core.names import ALGORITHMS, load
-from flotilla.flags import parse, without_auto
+from flotilla.flags import parse, value_of, without_auto
 
 HELP = f"""usage: flotilla <command> [options]
 
   train <algorithm>     train an agent; the run is a directory that `eval` reads
+  train --run-dir DIR   go on with the run in a directory
   eval RUN              play episodes with the agent of a run
   envs [FILTER]         list the environments that can be trained on
   describe <algorithm>  show the configuration, the spaces and the parameters, without training
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe can still be handled
         return code
     except UsageError as error:
-        print("flotilla:", " ".join(str(error).split()), file=sys.stderr)
+        if is_first_rank():
+            print("flotilla:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -62,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away, as `head` does; the interpreter's own flush at exit must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for a torchrun world, or is alone."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -90,14 +97,22 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _train(arguments: list[str]) -> int:
     asked = _configure("train", "Train an agent.", arguments)
-    from flotilla.run import train
+    if asked.run_config.nproc > 1 and "RANK" not in os.environ:
+        from flotilla import rundir
+        from flotilla.launch import launch
+
+        # The ranks, and those that replace them after a fault, meet in one directory.
+        run_dir = str(rundir.locate(asked.run_config, asked.algorithm))
+        command = [sys.executable, "-m", "flotilla", "train", asked.algorithm, *asked.tokens, "--run-dir", run_dir]
+        return launch(asked.run_config.nproc, command, asked.run_config.max_restarts)
+    from flotilla.commands import train
 
     return train(asked.algorithm, asked.run_config, asked.config, asked.presets, ["train", *arguments])
 
 
 def _describe(arguments: list[str]) -> int:
     asked = _configure("describe", "Show what `train` would build.", arguments)
-    from flotilla.run import describe
+    from flotilla.commands import describe
 
     with _only_json_on_stdout(asked.json):
         description = describe(asked.algorithm, asked.run_config, asked.config)
@@ -133,7 +148,7 @@ def _eval(arguments: list[str]) -> int:
         raise UsageError(f"--episodes {flags.episodes} plays nothing (give 1 or more)")
     if flags.checkpoint and not Path(flags.checkpoint).is_dir():
         raise UsageError(f"--checkpoint '{flags.checkpoint}' is no directory (choose one in RUN/checkpoints)")
-    from flotilla.run import evaluate_run
+    from flotilla.commands import evaluate_run
 
     with _only_json_on_stdout(flags.json):
         result = evaluate_run(
@@ -251,14 +266,19 @@ class _Asked:
     config: Any
     presets: list[str]
     json: bool
+    tokens: list[str]  # the flags as they were typed, with numbers in place of auto
 
 
 def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
-    """Defaults, then presets, then flags.
+    """Defaults, then presets or what the run to be continued says, then flags.
 
     The flags are read twice: once to learn the presets and the environment, and once on top of the presets.
     """
+    from flotilla import rundir
+
     algorithm, *tokens = arguments or [""]
+    if command == "train" and algorithm.startswith("--") and (given := value_of("--run-dir", arguments)):
+        algorithm, tokens = rundir.algorithm_of(Path(given)), arguments
     if algorithm in ("-h", "--help"):
         print(f"usage: flotilla {command} <algorithm> [options]\n\n{description}\n")
         print(f"<algorithm> is one of: {', '.join(ALGORITHMS)}. After it, --help lists its flags.")
@@ -274,17 +294,22 @@ def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
     description += " The defaults shown are those without a preset."
     with_json = command == "describe"
     flags = parse(prog, description, _blank(algorithm, RunConfig(), bare, with_json), tokens)
-    names = list(flags.preset)
-    if not names:
+    names, run_dir = list(flags.preset), Path(flags.run.run_dir)
+    if command == "train" and rundir.holds_run(run_dir):
+        names, automatic = [str(run_dir / rundir.CONFIG_FILE), *names], set()
+    elif not names:
         names = [presets.for_suite(suite_of(flags.run.env_id))]
         if names != [presets.NONE]:
             told = f"preset: {names[0]} (for {flags.run.env_id}; --preset none turns this off)"
-            print(told, file=sys.stderr if with_json and flags.json else sys.stdout)
+            if is_first_rank() and not (flags.run.nproc > 1 and "RANK" not in os.environ):  # its ranks will say it
+                print(told, file=sys.stderr if with_json and flags.json else sys.stdout)
     run_config, config = presets.apply(names, algorithm, RunConfig(), bare)
     flags = parse(prog, description, _blank(algorithm, run_config, config, with_json), tokens)
     as_json = with_json and flags.json
     resolved = _measured(flags.run, automatic, as_json) if automatic else flags.run
-    return _Asked(algorithm, resolved, getattr(flags, algorithm), names, as_json)
+    for name in sorted(automatic):
+        tokens += [f"--{name.replace('_', '-')}", str(getattr(resolved, name))]
+    return _Asked(algorithm, resolved, getattr(flags, algorithm), names, as_json, tokens)
 
 
 def _measured(config: RunConfig, automatic: set[str], as_json: bool) -> RunConfig:

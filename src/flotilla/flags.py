@@ -19,6 +19,7 @@ ALIASES = {
     "--envs": "--num-envs",
     "--logdir": "--run-dir",
     "--configs": "--preset",
+    "--time-limit": "--time-limit-s",
 }
 
 # The fields of RunConfig whose flags also take the word auto.
@@ -81,6 +82,16 @@ def without_auto(tokens: Sequence[str]) -> tuple[list[str], set[str]]:
             automatic.discard(field_name)
             rest += [typed, *given]
     return rest, automatic
+
+
+def value_of(flag: str, tokens: Sequence[str]) -> str:
+    """What a flag was given, under any of its names; the last counts, empty where it is not there."""
+    found = ""
+    for token, following in itertools.pairwise([*tokens, ""]):
+        typed, equals, value = token.partition("=")
+        if typed.startswith("--") and _canonical(typed) == flag:
+            found = value if equals else following
+    return found
 
 
 def _canonical(flag: str) -> str:

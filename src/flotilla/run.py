@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
+import json
 import os
-import re
 import signal
 import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-import yaml
 from torch import Tensor, nn
 
+from flotilla import rundir
 from flotilla.compute import checkpoint
-from flotilla.compute.optimizer import Optimizer, parameter_counts
+from flotilla.compute.checkpoint import Checkpoints, Snapshot
+from flotilla.compute.optimizer import Optimizer
+from flotilla.compute.precision import autocast
+from flotilla.compute.randomness import Randomness
 from flotilla.compute.ranks import Ranks
+from flotilla.compute.state import Stateful, collect, restore, tell
 from flotilla.compute.statistics import moments
-from flotilla.core import names
 from flotilla.core.config import RunConfig
-from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
-from flotilla.core.presets import apply as apply_presets
-from flotilla.core.provenance import provenance
-from flotilla.core.seeding import stream_seed
-from flotilla.core.types import Spec
+from flotilla.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
+from flotilla.core.types import Episode, Spec
 from flotilla.envs.make import frames_per_step
 from flotilla.evaluation import evaluate, options_of, record_video
 from flotilla.monitor.monitor import Monitor, State
-from flotilla.monitor.records import summary
+from flotilla.monitor.records import over_ranks, summary
 from flotilla.nets.encoders import has_image
 from flotilla.sampling.choose import choose, choose_batch, choose_groups, env_ids, make_backend
 from flotilla.sampling.sampler import Sampler
 
 M = TypeVar("M", bound=nn.Module)
+
+CHECKPOINT_EVERY_S = 300.0  # where no number of steps is asked for
+TIME_LIMIT = "time limit"  # beside the names of signals, why a run stops early
 
 
 class Run:
@@ -46,17 +46,18 @@ class Run:
 
     sampler: rollouts of this rank's environments.  spec: what one of them takes and gives.  num_envs: of this
     rank.  device: where networks live.  Nothing is written before the first tick, so that an algorithm may
-    still refuse its configuration.
+    still refuse its configuration.  Where the run's directory holds a checkpoint, the run goes on from it.
     """
 
     def __init__(self, algorithm: str, config: RunConfig, algorithm_config: Any, origin: dict[str, Any]) -> None:
         check(config)
+        self._started = time.perf_counter()
+        self._run_dir = rundir.locate(config, algorithm)
         self.config = config
-        self.device = _device(config.device)
-        self._ranks = Ranks.join(self.device.type)
+        self.device = device_of(config.device)
+        self._ranks = Ranks.join(self.device.type, config.rank_timeout_s)
         self.num_envs = self.per_rank("num_envs", config.num_envs)
         self._algorithm, self._algorithm_config, self._origin = algorithm, algorithm_config, origin
-        self._run_dir = _run_dir(config, algorithm)
         first_index = self._ranks.rank * self.num_envs
         options = options_of(config, training=True)
         ids = env_ids(config, range(first_index, first_index + self.num_envs))
@@ -70,14 +71,22 @@ class Run:
             env_ids=ids,
         )
         self.spec: Spec = self.sampler.spec
-        self.threads = config.threads or (os.cpu_count() or 1 if has_image(self.spec.obs_space) else 1)
+        cores = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.threads = config.threads or (cores if has_image(self.spec.obs_space) else 1)
         torch.set_num_threads(self.threads)
-        torch.manual_seed(stream_seed(config.seed, "torch", self._ranks.rank))
+        self._random = Randomness(self.device, config.seed, self._ranks.rank)
         self._frames_per_step = frames_per_step(ids[0], options)
-        self._backend_reason = "backend: {} ({})".format(*choose(config, options))
-        self._objects: dict[str, Any] = {}
+        self._notes = ["backend: {} ({})".format(*choose(config, options))]  # for people, until the monitor is there
+        self._checkpoints = Checkpoints(self._run_dir / "checkpoints", keep_last=config.keep_checkpoints)
+        self._objects: dict[str, Stateful] = {}
+        self._optimizers: list[Optimizer] = []
+        self._saved: dict[str, Tensor] = {}  # the random generators of the checkpoint that the run goes on from
+        self._counters: dict[str, Any] = {"env_steps": 0, "best_score": None, "monitor": None}
+        self._metrics: dict[str, Tensor | float] = {}  # of this iteration, where other ranks have theirs
         self._monitor: Monitor | None = None
-        self._stop_signal = 0
+        self._signal: signal.Signals | None = None
+        self._signalled = 0.0
+        self._stop = ""  # why all ranks stop
         self._env_steps = 0  # of all ranks
 
     # What an algorithm calls ----------------------------------------------------------------------------------
@@ -99,7 +108,18 @@ class Run:
         self, parameters: Iterable[nn.Parameter], learning_rate: float, *, clip: float, eps: float
     ) -> Optimizer:
         """Adam with gradient clipping, over all ranks."""
-        return Optimizer(parameters, learning_rate, clip=clip, eps=eps, ranks=self._ranks, compile=self.config.compile)
+        config = self.config
+        optimizer = Optimizer(
+            parameters,
+            learning_rate,
+            clip=clip,
+            eps=eps,
+            ranks=self._ranks,
+            compile=config.compile,
+            max_skipped=config.max_skipped_steps,
+        )
+        self._optimizers.append(optimizer)
+        return optimizer
 
     def moments(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and count of data (B, ...) of weight (B) on all ranks."""
@@ -110,137 +130,192 @@ class Run:
         return self._ranks.agree(flag)
 
     def state(self, *, agent: nn.Module, **others: Any) -> None:
-        """What a checkpoint keeps: the agent's weights and statistics, and each other object's state_dict()."""
-        self._objects = {"agent": agent, **others}
+        """What a checkpoint keeps: the agent's weights and statistics, and each other object's state_dict().
+
+        All of them are as they were where the run's directory has a checkpoint to go on from.
+        """
+        self._objects = {"agent": agent, "sampler": self.sampler, **others}
+        saved = self._ranks.share(self._load() if self._ranks.rank == 0 else None)
+        if not saved:
+            return
+        self._counters = json.loads(saved.pop("counters").numpy().tobytes())
+        self._env_steps = steps = self._counters["env_steps"]
+        found = restore(self._ranks, self._objects, saved, self.num_envs)
+        # The sum over ranks is what counts.
+        self.sampler.env_steps = steps // self._ranks.world_size
+        if self._ranks.rank == 0:
+            self.sampler.env_steps += steps % self._ranks.world_size
+        self._saved = {key: x for key, x in saved.items() if key.startswith("random.")}
+        self._random.reseed(f" from {steps}")  # for ranks that have no state to go on from
+        began = self.num_envs if not found else self.sampler.begun_anew
+        anew = f"; {began} environments begin a new episode" if began else ""
+        self._notes.append(f"continues at {steps:,} env steps{anew}")
 
     def log(self, metrics: Mapping[str, Tensor | float]) -> None:
         """Numbers of this iteration, by key; tensors stay on the device until they are written."""
-        if self._monitor:
+        if self._ranks.world_size > 1:
+            self._metrics |= metrics
+        elif self._monitor:
             self._monitor.add(metrics)
 
     def ticks(self) -> Iterator[float]:
         """The iterations of training: yields the share of the environment steps that is done, in [0, 1).
 
-        After each iteration it counts, logs, evaluates and saves, and ends when the steps are done or a
-        signal came.
+        After each iteration it counts, logs, evaluates and saves, and ends when the steps are done, a signal
+        came, or the time is over.
         """
         self._open()
-        self._report()  # where the rates count from
         total = self.config.total_timesteps
-        while self._env_steps < total and not self._ranks.agree(self._stop_signal > 0):
-            yield self._env_steps / total
+        while self._env_steps < total and not self._stop:
+            with autocast(self.device, self.config.precision):
+                yield self._env_steps / total
             before = self._env_steps
-            self._env_steps = self._count()
-            self._report()
-            if self._crossed(self.config.eval_every, before) and self._env_steps < total:
-                self._evaluate()
-            if self._crossed(self.config.checkpoint_every, before):
-                self._save()
+            self._exchange()
+            for optimizer in self._optimizers:
+                if problem := optimizer.problem(dict(self._agent.named_parameters())):
+                    raise RuntimeError(f"training diverged: {problem}")
+            is_best = self._crossed(self.config.eval_every, before) and self._env_steps < total and self._evaluate()
+            if self._due(before) or is_best:
+                self._save(is_best)
         self._finish()
 
     # What stands behind it ------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        """Make the run's directory and its monitor, on one rank."""
-        self._started = time.perf_counter()
-        if self._ranks.rank:
-            return
-        self._run_dir.mkdir(parents=True, exist_ok=True)
-        config = dataclasses.asdict(self.config) | dataclasses.asdict(self._algorithm_config)
-        text = yaml.safe_dump(
-            {"algorithm": self._algorithm, **_plain(config), "provenance": self._origin}, sort_keys=False
-        )
-        (self._run_dir / "config.yaml").write_text(text)
-        self._monitor = Monitor(
-            self._run_dir,
-            title=f"{self._algorithm} on {self.config.env_id}, seed {self.config.seed}",
-            total_steps=self.config.total_timesteps,
-            num_envs=self.config.num_envs,
-            frames_per_step=self._frames_per_step,
-            dashboard=self.config.dashboard,
-            log_every_s=self.config.log_every_s,
-            device=str(self.device),
-        )
-        self._monitor.note(self._backend_reason)
+    @property
+    def _agent(self) -> nn.Module:
+        agent = self._objects["agent"]
+        assert isinstance(agent, nn.Module)
+        return agent
 
-    def _count(self) -> int:
-        """Environment steps of all ranks."""
-        steps = self.sampler.env_steps
-        if self._ranks.world_size == 1:
-            return steps
-        return int(self._ranks.sum_(torch.tensor(float(steps), dtype=torch.float64, device=self.device)))
+    def _load(self) -> dict[str, Tensor]:
+        """Everything in the newest valid checkpoint, its counters as bytes; empty where there is none."""
+        path, damaged = checkpoint.find(self._run_dir / "checkpoints")
+        self._notes += damaged
+        if path is None:
+            return {}
+        found = checkpoint.load(path)
+        counters = torch.from_numpy(np.frombuffer(json.dumps(found.counters).encode(), np.uint8).copy())
+        return {f"agent.{key}": x for key, x in found.model.items()} | dict(found.trainer) | {"counters": counters}
+
+    def _open(self) -> None:
+        """Make the run's directory and its monitor, on one rank; the random generators go on from here."""
+        if self._ranks.rank == 0:
+            rundir.save(self._run_dir, self._algorithm, self.config, self._algorithm_config, self._origin)
+            self._monitor = Monitor(
+                self._run_dir,
+                title=f"{self._algorithm} on {self.config.env_id}, seed {self.config.seed}",
+                total_steps=self.config.total_timesteps,
+                num_envs=self.config.num_envs,
+                frames_per_step=self._frames_per_step,
+                dashboard=self.config.dashboard,
+                log_every_s=self.config.log_every_s,
+                device=str(self.device),
+                resumed=self._counters["monitor"],
+            )
+            for note in self._notes:
+                self._monitor.note(note)
+        self._saved_at = self._began = time.perf_counter()
+        if self._saved:
+            restore(self._ranks, {"random": self._random}, self._saved, self.num_envs)
+        self._report([], [])  # where the rates count from
+
+    def _exchange(self) -> None:
+        """Tell the other ranks what happened in this iteration, hear of them, and report it all."""
+        restarts = [(restart.env_index, restart.cause) for restart in self.sampler.drain_restarts()]
+        timed_out = 0 < self.config.time_limit_s < time.perf_counter() - self._started
+        stop = self._signal.name if self._signal else TIME_LIMIT if timed_out else ""
+        episodes, steps = self.sampler.drain_episodes(), self.sampler.env_steps
+        due = time.perf_counter() - self._saved_at > CHECKPOINT_EVERY_S
+        if self._ranks.world_size > 1:
+            values = torch.stack([torch.as_tensor(x, device=self.device).float() for x in self._metrics.values()])
+            metrics = dict(zip(self._metrics, values.tolist(), strict=True)) if self._metrics else {}
+            told = tell(self._ranks, [steps, stop, [list(vars(x).values()) for x in episodes], restarts, metrics, due])
+            steps, stop = sum(one[0] for one in told), next((one[1] for one in told if one[1]), "")
+            episodes = [Episode(*values) for one in told for values in one[2]]
+            restarts = [tuple(restart) for one in told for restart in one[3]]
+            due = told[0][5]
+            self._metrics = {}
+            if self._monitor:
+                self._monitor.add(over_ranks([one[4] for one in told]))
+        self._env_steps, self._stop, self._due_by_clock = steps, stop, due
+        self._report(episodes, restarts)
+
+    def _report(self, episodes: list[Episode], restarts: list[tuple[int, str]]) -> None:
+        if self._monitor is None:
+            return
+        self._monitor.episodes(episodes)
+        for env_index, cause in restarts:
+            self._monitor.restart(env_index, cause)
+        seconds = self.sampler.seconds
+        learning = time.perf_counter() - self._began - sum(seconds.values())
+        self._monitor.times(env=seconds["env"], inference=seconds["inference"], learning=learning, waiting=0.0)
+        last = self._env_steps >= self.config.total_timesteps or bool(self._stop)
+        self._monitor.tick(self._env_steps, last=last)
 
     def _crossed(self, every: int, before: int) -> bool:
         return every > 0 and self._env_steps // every > before // every
 
-    def _report(self, *, last: bool = False) -> None:
-        episodes, restarts = self.sampler.drain_episodes(), self.sampler.drain_restarts()
+    def _due(self, before: int) -> bool:
+        """Whether it is time for a checkpoint: by steps, or by the clock of one rank."""
+        every = self.config.checkpoint_every
+        return self._crossed(every, before) if every else self._due_by_clock
+
+    def _evaluate(self) -> bool:
+        """Score the agent as it is; the clock of learning stands still meanwhile.  Whether it is the best so far."""
+        best = False
+        if self._monitor is not None:
+            paused = time.perf_counter()
+            episodes = evaluate(
+                self.config,
+                self._agent,
+                self.device,
+                episodes=self.config.eval_episodes,
+                policy=self.config.eval_policy,
+                stopped=lambda: self._signal is not None,
+            )
+            if len(episodes) == self.config.eval_episodes:
+                score = summary(episodes)["episodic_return_mean"]
+                best = self._counters["best_score"] is None or score > self._counters["best_score"]
+                self._counters["best_score"] = score if best else self._counters["best_score"]
+            if episodes:
+                self._monitor.evaluation(self._env_steps, episodes)
+            self._began += time.perf_counter() - paused
+        return bool(tell(self._ranks, best)[0])
+
+    def _save(self, is_best: bool = False) -> None:
+        """A checkpoint, written while training goes on; what goes wrong is told and does not end the run."""
+        others = {name: thing for name, thing in self._objects.items() if name != "agent"}
+        trainer = collect(self._ranks, others | {"random": self._random})
+        self._saved_at = time.perf_counter()
         if self._monitor is None:
             return
-        self._monitor.episodes(episodes)
-        for restart in restarts:
-            self._monitor.restart(restart.env_index, restart.cause)
-        seconds = self.sampler.seconds
-        learning = time.perf_counter() - self._started - sum(seconds.values())
-        self._monitor.times(env=seconds["env"], inference=seconds["inference"], learning=learning, waiting=0.0)
-        self._monitor.tick(self._env_steps, last=last)
-
-    def _evaluate(self) -> None:
-        """Score the agent as it is; the clock of learning stands still meanwhile."""
-        if self._monitor is None:
-            return
-        paused = time.perf_counter()
-        episodes = evaluate(
-            self.config,
-            self._objects["agent"],
-            self.device,
-            episodes=self.config.eval_episodes,
-            policy=self.config.eval_policy,
-            stopped=lambda: self._stop_signal > 0,
-        )
-        if episodes:
-            self._monitor.evaluation(self._env_steps, episodes)
-        self._started += time.perf_counter() - paused
-
-    def _save(self) -> None:
-        if self._ranks.rank:
-            return
-        trainer = {
-            f"{name}.{key}": x
-            for name, thing in self._objects.items()
-            if name != "agent"
-            for key, x in thing.state_dict().items()
-        }
-        counters = {"env_steps": self._env_steps}
-        checkpoint.save(
-            self._run_dir / "checkpoints",
-            self._env_steps,
-            self._objects["agent"].state_dict(),
-            trainer,
-            counters,
-        )
+        if problem := self._checkpoints.wait():
+            self._monitor.note(problem)
+        self._counters |= {"env_steps": self._env_steps, "monitor": self._monitor.state()}
+        snapshot = Snapshot(self._env_steps, self._agent.state_dict(), trainer, self._counters)
+        self._checkpoints.save(snapshot, score=self._counters["best_score"] if is_best else None)
 
     def _finish(self) -> None:
         """After the last iteration, or after a signal: save first, then what may take long."""
-        self._report(last=True)
         self._save()
+        if not self._stop:
+            if self._evaluate():
+                self._save(is_best=True)
+            if self.config.capture_video and self._monitor:
+                self._capture_video()
         if self._monitor is None:
             return
-        if not self._stop_signal:
-            self._evaluate()
-            if self.config.capture_video:
-                self._capture_video()
+        if problem := self._checkpoints.wait():
+            raise RuntimeError(problem)
         self._monitor.note(f"results: {self._run_dir}")
-        self._monitor.close(
-            "interrupted" if self._stop_signal else "done",
-            signal.Signals(self._stop_signal).name if self._stop_signal else "",
-        )
+        state: State = "done" if not self._stop else "interrupted" if self._stop == "SIGINT" else "preempted"
+        self._monitor.close(state, self._stop)
 
     def _capture_video(self) -> None:
         assert self._monitor is not None
         path = self._run_dir / "videos" / f"step_{self._env_steps:012d}.mp4"
         try:
-            frames = record_video(self.config, self._objects["agent"], self.device, path, self.config.eval_policy)
+            frames = record_video(self.config, self._agent, self.device, path, self.config.eval_policy)
             self._monitor.note(f"video: {path} ({frames} frames)")
         except Exception as error:  # rendering needs system libraries that a training machine may lack
             self._monitor.note(f"no video: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
@@ -248,93 +323,29 @@ class Run:
     # Its life -------------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """First: end after this iteration, with results. Second: end at once."""
-        if self._stop_signal:
+        """End after this iteration, with a checkpoint. A second Ctrl-C: end at once."""
+        again = self._signal == number == signal.SIGINT
+        if again and time.monotonic() - self._signalled > 0.5:  # a terminal and a launcher may both pass one on
             raise KeyboardInterrupt
-        self._stop_signal = number
-        if self._monitor:
-            with contextlib.suppress(RuntimeError):  # the signal may have come in the middle of another print
-                self._monitor.note("stopping after this iteration; Ctrl-C again ends at once")
+        if self._signal is None:
+            self._signal, self._signalled = signal.Signals(number), time.monotonic()
+            if self._monitor:
+                with contextlib.suppress(RuntimeError):  # the signal may have come in the middle of another print
+                    self._monitor.note("stopping after this iteration; Ctrl-C again ends at once")
 
     def close(self, state: State, message: str = "") -> None:
         """Free everything; the state is written unless the run has ended by itself."""
         self.sampler.close()
+        self._checkpoints.wait()
         if self._monitor:
             self._monitor.close(state, message)
         self._ranks.leave(together=state == "done")
 
     @property
     def exit_code(self) -> int:
-        return 128 + self._stop_signal if self._stop_signal else EXIT_DONE
-
-
-def train(algorithm: str, run_config: RunConfig, config: Any, presets: list[str], argv: list[str]) -> int:
-    """Train to the end; returns the exit code. UsageError for what the configuration gets wrong."""
-    module = names.load("algorithm", names.ALGORITHMS, algorithm)
-    run = Run(algorithm, run_config, config, provenance(presets, argv))
-    handlers = {number: signal.signal(number, run.on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        module.train(config, run)
-    except UsageError:
-        run.close("failed")
-        raise
-    except KeyboardInterrupt:
-        run.close("interrupted", "ended at once")
-        return run.exit_code or EXIT_INTERRUPTED
-    except BaseException:
-        text = traceback.format_exc()
-        run.close("failed", text.strip().splitlines()[-1])
-        print(text, flush=True)  # noqa: T201
-        return EXIT_FAILED
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    run.close("done")
-    return run.exit_code
-
-
-def evaluate_run(
-    run_dir: Path,
-    episodes: int,
-    *,
-    policy: str = "",
-    seed: int = 0,
-    video: bool = False,
-    checkpoint_dir: str = "",
-) -> dict[str, Any]:
-    """Score a saved run: mean and deviation of the return, mean length, and what was evaluated."""
-    algorithm, module, run_config, config = _load_config(run_dir)
-    if seed:
-        run_config = dataclasses.replace(run_config, seed=seed)
-    path = Path(checkpoint_dir) if checkpoint_dir else checkpoint.newest(run_dir / "checkpoints")
-    policy = policy or run_config.eval_policy
-    device = _device(
-        "cpu" if run_config.device.startswith("cuda") and not torch.cuda.is_available() else run_config.device
-    )
-    agent = module.Agent(spec_of(run_config), config).to(device)
-    agent.load_state_dict(checkpoint.load_model(path))
-    result: dict[str, Any] = summary(evaluate(run_config, agent, device, episodes=episodes, policy=policy))
-    result |= {"env_id": run_config.env_id, "algorithm": algorithm, "policy": policy, "checkpoint": str(path)}
-    if video:
-        target = run_dir / "videos" / f"{path.name}_eval.mp4"
-        record_video(run_config, agent, device, target, policy)
-        result["video"] = str(target)
-    return result
-
-
-def describe(algorithm: str, run_config: RunConfig, config: Any) -> dict[str, Any]:
-    """The resolved configuration, the spaces, and the parameters of each module, without training."""
-    module = names.load("algorithm", names.ALGORITHMS, algorithm)
-    check(run_config)
-    spec = spec_of(run_config)
-    counts = parameter_counts(module.Agent(spec, config))
-    return {
-        "algorithm": algorithm,
-        "config": _plain(dataclasses.asdict(run_config) | dataclasses.asdict(config)),
-        "spaces": {"observation": str(spec.obs_space), "action": str(spec.action_space)},
-        "num_parameters": sum(counts.values()),
-        "modules": counts,
-    }
+        if not self._stop:
+            return EXIT_DONE
+        return EXIT_INTERRUPTED if self._stop == "SIGINT" else EXIT_PREEMPTED
 
 
 def spec_of(config: RunConfig) -> Spec:
@@ -346,7 +357,16 @@ def spec_of(config: RunConfig) -> Spec:
 
 def check(config: RunConfig) -> None:
     """Refuse counts that no run can have."""
-    for name in ("num_envs", "total_timesteps", "eval_episodes", "image_size", "action_repeat"):
+    for name in (
+        "num_envs",
+        "total_timesteps",
+        "eval_episodes",
+        "image_size",
+        "action_repeat",
+        "keep_checkpoints",
+        "nproc",
+        "rank_timeout_s",
+    ):
         if getattr(config, name) < 1:
             raise UsageError(f"{name}={getattr(config, name)} must be at least 1")
     for name in (
@@ -359,34 +379,15 @@ def check(config: RunConfig) -> None:
         "num_workers",
         "env_timeout_s",
         "max_env_restarts",
+        "time_limit_s",
+        "max_restarts",
     ):
         if getattr(config, name) < 0:
             raise UsageError(f"{name}={getattr(config, name)} must not be negative")
 
 
-def _load_config(run_dir: Path) -> tuple[str, ModuleType, RunConfig, Any]:
-    file = run_dir / "config.yaml"
-    if not file.is_file():
-        raise UsageError(f"'{run_dir}' is no run directory: it has no config.yaml")
-    algorithm = yaml.safe_load(file.read_text())["algorithm"]
-    module = names.load("algorithm", names.ALGORITHMS, algorithm)
-    run_config, config = apply_presets([str(file)], algorithm, RunConfig(), module.Config())
-    return algorithm, module, run_config, config
-
-
-def _run_dir(config: RunConfig, algorithm: str) -> Path:
-    if config.run_dir == "auto":
-        env = re.sub("[/:,]", "-", config.env_id)
-        stem = f"runs/{algorithm}-{env}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        paths = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-        return next(path for path in map(Path, paths) if not path.exists())
-    path = Path(config.run_dir)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"run_dir '{path}' exists and is not empty; choose another --run-dir or remove it")
-    return path
-
-
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a configuration names; UsageError where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -398,8 +399,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device '{name}' needs a CUDA GPU, and torch {torch.__version__} sees none; use --device cpu")
     return device
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Values that YAML and JSON have: tuples as lists."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in config.items()}

@@ -39,10 +39,10 @@ def make_monitor(run_dir: Path, **changes: object) -> Monitor:
     return Monitor(run_dir, **(settings | changes))  # type: ignore[arg-type]
 
 
-def train(monitor: Monitor, iterations: int = 5) -> None:
+def train(monitor: Monitor, iterations: int = 5, done: int = 0) -> None:
     """Iterations of 20 steps in which all four environments end an episode at the same moment."""
-    monitor.tick(0)
-    for i in range(1, iterations + 1):
+    monitor.tick(20 * done)
+    for i in range(done + 1, iterations + 1):
         steps = 20 * i
         monitor.episodes([Episode(env, float(10 * i + env), 5, steps) for env in range(4)])
         monitor.add({"losses/value_loss": torch.tensor(float(i)), "charts/learning_rate": 1e-3})
@@ -257,3 +257,39 @@ def test_a_silent_dashboard_is_silent(tmp_path: Path, capsys: pytest.CaptureFixt
     monitor.note("nobody reads this")
     monitor.close("done")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_later_start_goes_on_where_the_state_was_taken(tmp_path: Path) -> None:
+    """What was written after it is dropped, in the files and for TensorBoard; the counts go on."""
+    through, killed = make_monitor(tmp_path / "through"), make_monitor(tmp_path / "killed")
+    train(through)
+    through.close("done")
+
+    train(killed, 3)
+    killed.restart(2, "")
+    killed.evaluation(60, [Episode(0, 7.0, 5, 0)])
+    state = json.loads(json.dumps(killed.state()))
+    train(killed, 9, done=3)  # and then it is killed, in the middle of a line
+    with (tmp_path / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"env_steps": 18')
+    killed._writers.close()
+    later = make_monitor(tmp_path / "killed", resumed=state)
+    assert status(tmp_path / "killed")["env_steps"] == 60
+    train(later, done=3)
+    later.close("done")
+
+    for name, key in (("episodes.jsonl", "return"), ("metrics.jsonl", "losses/value_loss")):
+        one, other = (
+            [(line["env_steps"], line[key]) for line in read_lines(tmp_path / run / name) if key in line]
+            for run in ("through", "killed")
+        )
+        assert one == other
+    for tag in ("charts/episodic_return", "losses/value_loss"):
+        assert points(tmp_path / "through", tag) == points(tmp_path / "killed", tag)
+    found, expected = status(tmp_path / "killed"), status(tmp_path / "through")
+    for key in ("env_steps", "episodes", "episodic_return_mean"):
+        assert found[key] == expected[key]
+    assert found["env_restarts"] == 1
+    assert found["eval"] == {"env_steps": 60, "episodes": 1} | {
+        f"episodic_{key}": x for key, x in {"return_mean": 7.0, "return_std": 0.0, "length_mean": 5.0}.items()
+    }

@@ -329,7 +329,7 @@ def test_a_call_that_fails_leaves_everything_as_it_was(pool: Callable[..., Pool]
     one.recv()
     assert one.obs[()][:, 2].tolist() == [1, 1, 1]
     assert not one.faults
-    assert not one.restarts.any()
+    assert not one.episodes.any()
 
 
 def test_an_info_that_cannot_be_pickled_names_its_environment(pool: Callable[..., Pool]) -> None:

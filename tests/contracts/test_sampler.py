@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flotilla.core.config import RunConfig
+from flotilla.core.seeding import episode_seed, stream_seed
 from flotilla.core.types import Rollout, Row, State, tree_map
 from flotilla.envs.make import EnvOptions
 from flotilla.sampling.base import Array, Backend, Finished, RowArrays, split
@@ -90,6 +91,12 @@ def kept(roll: Rollout) -> Rollout:
     )
 
 
+def tag_of(env_index: int, episode: int) -> int:
+    """What Counter draws from the seed of an episode."""
+    seed = episode_seed(stream_seed(RunConfig().seed, "env", env_index), episode)
+    return int(np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).integers(100_000))
+
+
 @pytest.fixture(params=[1, NUM_ENVS], ids=["one group", "in turns"])
 def rollouts(request: pytest.FixtureRequest) -> tuple[Player, list[Rollout], Sampler]:
     player, made = Player(), sampler(num_groups=request.param)
@@ -144,14 +151,15 @@ def test_observation_action_and_reward_belong_together(rollouts: Made) -> None:
     reward, is_first, is_last, is_terminal = (torch.cat([roll.rows[i][:-1] for roll in rolls]) for i in range(1, 5))
     action = torch.cat([roll.action for roll in rolls])
     for n in range(NUM_ENVS):
-        episode, step, last_action, tag = 0, 0, -1, count[0, n, 3].item()
+        episode, step, last_action = 0, 0, -1
         for t in range(len(count)):
-            assert count[t, n].tolist() == [episode, step, last_action, tag]
+            tag = tag_of(n, episode)
+            assert count[t, n].tolist() == [0, step, last_action, tag], "each episode has the seed of its number"
             assert (image[t, n] == step).all()
             assert reward[t, n] == step
-            end = step == 3 + episode % 4
+            end = step == 3 + tag % 4
             flags = [is_first[t, n].item(), is_last[t, n].item(), is_terminal[t, n].item()]
-            assert flags == [step == 0, end, end and episode % 2 == 0]
+            assert flags == [step == 0, end, end and tag % 2 == 0]
             episode, step, last_action = (episode + 1, 0, -1) if end else (episode, step + 1, action[t, n].item())
         assert episode >= 5
     assert len(set(count[0, :, 3].tolist())) == NUM_ENVS, "environments have seeds of their own"
@@ -167,7 +175,7 @@ def test_counts(rollouts: Made) -> None:
     assert len(episodes) == sum(int(roll.rows.is_last[1:].sum()) for roll in rolls)
     for n in range(NUM_ENVS):
         mine = [x for x in episodes if x.env_index == n]
-        lengths = [3 + i % 4 for i in range(len(mine))]
+        lengths = [3 + tag_of(n, i) % 4 for i in range(len(mine))]
         assert [x.length_steps for x in mine] == lengths
         assert [x.episodic_return for x in mine] == [length * (length + 1) / 2 for length in lengths]
     steps = [x.env_steps for x in episodes]

@@ -67,16 +67,16 @@ def test_reward_is_the_observation() -> None:
 def test_counter_counts() -> None:
     env = make_env("probe/Counter-v0")
     obs, _ = env.reset(seed=0)
-    tag = obs["count"][3]
+    tag = int(obs["count"][3])
     for episode in range(6):
-        for step in range(1, 4 + episode % 4):
+        for step in range(1, 4 + (episode + tag) % 4):
             action = (episode + step) % 5
             obs, reward, terminated, truncated, _ = env.step(action)
             np.testing.assert_array_equal(obs["count"], [episode, step, action, tag])
             assert (obs["image"] == step).all()
             assert reward == step
-            last = step == 3 + episode % 4
-            assert (terminated, truncated) == (last and episode % 2 == 0, last and episode % 2 == 1)
+            last = step == 3 + (episode + tag) % 4
+            assert (terminated, truncated) == (last and (episode + tag) % 2 == 0, last and (episode + tag) % 2 == 1)
         obs, _ = env.reset()
         np.testing.assert_array_equal(obs["count"], [episode + 1, 0, -1, tag])
     assert env.reset(seed=1)[0]["count"][3] != tag

@@ -19,7 +19,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from flotilla.core.seeding import stream_seed
+from flotilla.core.seeding import episode_seed
 from flotilla.sampling import pool as pools
 from flotilla.sampling.base import Restarted, RowArrays
 from flotilla.sampling.pool import EnvironmentFailed, Pool
@@ -172,7 +172,7 @@ def check_restart(rows: list[RowArrays], events: list[list[Any]], seeds: list[in
         for t, row in enumerate(rows):
             begins_again = broken.get(i) == t
             if begins_again:
-                stream = alone(stream_seed(seed, "restart", 1), i)
+                stream = alone(episode_seed(seed, 1), i)
             obs, reward = next(stream)
             assert isinstance(row.obs, np.ndarray)
             assert (row.obs[i].tolist(), float(row.reward[i])) == (obs, reward), f"row {t} of environment {i}"
@@ -238,7 +238,7 @@ def test_a_fault_in_a_reset(tmp_path: Path, fault: str) -> None:
         rows, _ = play(backend, "groups", 3)
     finally:
         backend.close()
-    want = next(alone(stream_seed(12, "restart", 1) if fault in IN_PROCESS else 12, 1))[0]
+    want = next(alone(episode_seed(12, 1) if fault in IN_PROCESS else 12, 1))[0]
     assert rows[0].obs[1].tolist() == want
     assert rows[0].obs[3].tolist() == next(alone(14, 3))[0]
 
@@ -291,7 +291,7 @@ def test_more_faults_than_allowed(tmp_path: Path, pool: Any, fault: str) -> None
     one = pool(fragile(tmp_path, "step 1.1", fault, times=9), max_restarts=2)
     one.reset([1, 2, 3, 4])
     steps(one, 2)
-    assert one.restarts[1] == 2
+    assert one.episodes[1] == 2
     pid = one.pids[0]
     one.send()
     with pytest.raises(EnvironmentFailed, match=rf"environment 1 \(process {pid}\) failed \(fault 3 within") as failed:
@@ -305,7 +305,7 @@ def test_faults_that_are_long_ago_do_not_count(tmp_path: Path, pool: Any) -> Non
     for _ in range(12):
         steps(one, 1)
         time.sleep(0.06)
-    assert one.restarts.tolist() == [0, 6, 0, 0]
+    assert one.episodes.tolist() == [0, 6, 0, 0]
 
 
 def test_the_environment_at_work_is_named(tmp_path: Path, pool: Any) -> None:
@@ -338,7 +338,7 @@ def test_a_worker_that_dies_while_it_is_replaced(tmp_path: Path, pool: Any) -> N
     one.send()
     one.recv()
     assert len(one.faults) == 2
-    assert one.obs[()][0].tolist() == next(alone(stream_seed(3, "restart", 1), 0))[0]
+    assert one.obs[()][0].tolist() == next(alone(episode_seed(3, 1), 0))[0]
 
 
 def test_a_worker_that_is_killed_while_it_starts(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_reply_that_is_cut_short_is_a_death(pool: Any) -> None:
     time.sleep(0.2)
     os.kill(one.pids[0], signal.SIGKILL)
     one.recv()
-    assert one.restarts.tolist() == [1, 1]
+    assert one.episodes.tolist() == [1, 1]
     one.send()
     one.recv()
     assert [len(info["large"]) for info in one.infos()] == [2**20] * 2

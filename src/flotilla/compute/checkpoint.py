@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,46 @@ MODEL, TRAINER, COUNTERS, MANIFEST = (
     "counters.json",
     "manifest.json",
 )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds."""
+
+    step: int
+    model: Mapping[str, Tensor]
+    trainer: Mapping[str, Tensor]
+    counters: Mapping[str, Any]  # of what JSON has
+
+
+class Checkpoints:
+    """The checkpoints of a run."""
+
+    def __init__(self, root: Path, *, keep_last: int = 2) -> None:
+        self._root, self._keep_last, self._problem = root, keep_last, ""
+
+    def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
+        try:
+            save(self._root, snapshot.step, snapshot.model, snapshot.trainer, snapshot.counters, self._keep_last)
+        except OSError as error:
+            self._problem = f"checkpoint of step {snapshot.step} cannot be written: {error.strerror}"
+
+    def wait(self) -> str:
+        problem, self._problem = self._problem, ""
+        return problem
+
+
+def find(root: Path) -> tuple[Path | None, list[str]]:
+    found = valid(root)
+    newest = found[-1] if found else None
+    damaged = [p for p in sorted(root.glob("step_*")) if not _is_whole(p) and (newest is None or p > newest)]
+    return newest, [f"checkpoint {path} is damaged" for path in damaged]
+
+
+def load(path: Path) -> Snapshot:
+    model = load_model(path)
+    counters = json.loads((path / COUNTERS).read_text())
+    return Snapshot(int(path.name[5:]), model, _read(path / TRAINER), counters)
 
 
 def save(
@@ -62,7 +103,7 @@ def load_model(path: Path) -> dict[str, Tensor]:
     """The weights and statistics of a checkpoint; UsageError where it is none or damaged."""
     if not _is_whole(path):
         raise UsageError(f"'{path}' is no whole checkpoint (a file is missing or differs from its manifest)")
-    return load_file(path / MODEL)
+    return _read(path / MODEL)
 
 
 def newest(root: Path) -> Path:
@@ -78,6 +119,11 @@ def _is_whole(path: Path) -> bool:
         return bool(json.loads((path / MANIFEST).read_text()) == _hashes(path))
     except (OSError, ValueError):
         return False
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file; copies, as safetensors maps it, and it may be replaced or cut."""
+    return {key: x.clone() for key, x in load_file(file).items()}
 
 
 def _hashes(path: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ thousand weights this is most of the cost of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ class Optimizer:
 
     learning_rate: of Adam.  clip: largest global gradient norm, 0 for none.  eps: Adam's.  compile: whether
     losses and their gradients are compiled, together: one graph has half the cost of a compiled loss alone.
-    A step whose gradient is not finite changes nothing, on all ranks, and is counted.
+    A step whose gradient is not finite changes nothing, on all ranks, and is counted; `problem` says what is wrong
+    when more than `max_skipped` follow each other.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Optimizer:
         eps: float,
         ranks: Ranks,
         compile: Compile = "none",
+        max_skipped: int = 10,
     ) -> None:
         self._params = params = [p for p in parameters if p.requires_grad]
         self._ranks, self._clip = ranks, clip
@@ -55,7 +57,9 @@ class Optimizer:
         ranks.broadcast_(flat)
         self._flat, self._lr, self._eps = flat, learning_rate, eps
         self._mean, self._square = torch.zeros_like(flat), torch.zeros_like(flat)
-        self._steps, self._skipped = torch.zeros((), device=flat.device), torch.zeros((), device=flat.device)
+        self._steps, self._skipped, self._in_a_row = (torch.zeros((), device=flat.device) for _ in range(3))
+        self._max_skipped = max_skipped
+        self._terms: dict[str, Tensor] = {}
 
     def set_lr(self, learning_rate: float) -> None:
         self._lr = learning_rate
@@ -70,6 +74,8 @@ class Optimizer:
         broken = (norm - norm).ne_(0)  # 1 where the norm is not finite, else 0
         self._steps += 1 - broken
         self._skipped += broken
+        self._in_a_row.add_(1.0).mul_(broken)
+        self._terms = terms
         # The kernel under torch.optim.Adam(fused=True), whose Python costs more than all the rest here.  It divides
         # by grad_scale, which clips, and does nothing where found_inf is 1.
         torch._fused_adam_(
@@ -90,6 +96,20 @@ class Optimizer:
             found_inf=broken,
         )
         return terms | {"grad_norm": norm, "skipped_steps": self._skipped}
+
+    def problem(self, names: Mapping[str, nn.Parameter]) -> str:
+        """Which terms of the loss, or else which parameters' gradients, are not finite, after too many such steps."""
+        if self._in_a_row <= self._max_skipped:
+            return ""
+        broken = [name for name, x in self._terms.items() if not bool(torch.isfinite(x).all())]
+        if not broken:
+            grads = {id(p): grad for p, grad in zip(self._params, self._grads, strict=True)}
+            broken = [
+                f"the gradient of {name}"
+                for name, p in names.items()
+                if id(p) in grads and not bool(torch.isfinite(grads[id(p)]).all())
+            ]
+        return f"{' and '.join(broken)} not finite in {int(self._in_a_row)} optimizer steps in a row"
 
     def state_dict(self) -> dict[str, Tensor]:
         """Adam's moments, flat, and its step count; the weights belong to the module."""

@@ -31,11 +31,51 @@ class RunConfig:
     run_dir: str = "auto"  # directory of the run; auto: runs/<algorithm>-<env>-seed<seed>-<time>
     device: str = "auto"  # auto | cpu | cuda | cuda:1; auto takes a GPU where there is one
     threads: int = 0  # CPU threads of the learner; 0: one for small networks, all cores for convolutions
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # number format of matrix products and convolutions
+    grad_accum_steps: int = 1  # parts in which a batch goes through the network, for memory; the step is the same
+    max_skipped_steps: int = 10  # optimizer steps in a row with a gradient that is not finite, before the run ends
     compile: Literal["none", "default"] = "none"  # torch.compile of losses and their gradients (pays off in long runs)
     eval_every: int = 0  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, on environments of their own
     eval_policy: Literal["mode", "sample"] = "mode"  # an evaluation's action: the most likely, or a draw
     capture_video: bool = False  # MP4 of one evaluation episode in <run_dir>/videos
     log_every_s: float = 1.0  # seconds between two lines of metrics; 0: one a training iteration
-    checkpoint_every: int = 0  # environment steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 0  # environment steps between checkpoints; 0: every 5 minutes; and always at the end
+    keep_checkpoints: int = 2  # newest checkpoints that stay, beside the best one by evaluation
+    time_limit_s: float = 0.0  # seconds after which a start saves and ends with exit code 75, to be continued; 0: none
+    allow_change: bool = False  # continue a run although a flag that changes its result is another one now
+    nproc: int = 1  # processes (ranks) on this machine that learn together, as `torchrun` would start them
+    max_restarts: int = 0  # with nproc: how often all ranks start again after one was lost
+    rank_timeout_s: float = 1800.0  # how long a rank waits for the others; longer than an evaluation, which one plays
     dashboard: Literal["auto", "live", "plain", "none"] = "auto"  # auto: live on a terminal, else plain lines
+
+
+# Flags that change where, how fast or how visibly a run goes on, but not what it learns.
+HARMLESS = frozenset(
+    {
+        "num_workers",
+        "start_method",
+        "env_timeout_s",
+        "max_env_restarts",
+        "run_dir",
+        "device",
+        "threads",
+        "compile",
+        "grad_accum_steps",
+        "max_skipped_steps",
+        "eval_every",
+        "eval_episodes",
+        "eval_policy",
+        "capture_video",
+        "log_every_s",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "time_limit_s",
+        "allow_change",
+        "nproc",
+        "max_restarts",
+        "rank_timeout_s",
+        "dashboard",
+        "profile",
+    }
+)

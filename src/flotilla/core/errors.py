@@ -8,6 +8,7 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 64  # sysexits' EX_USAGE: never retry
+EXIT_PREEMPTED = 75  # sysexits' EX_TEMPFAIL: a checkpoint is written, start the same command again
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 

@@ -106,7 +106,8 @@ def _settings(file: Path, algorithm: str, run_config: RunConfig, config: Any) ->
         raise UsageError(f"preset {file}: {algorithm} is {section!r} (needs indented keys below it)")
     flat = {key: value for key, value in content.items() if key not in FACTS and key not in ALGORITHMS}
     if "provenance" in content:
-        flat.pop("run_dir", None)  # repeating a run must not write into its directory
+        for own in ("run_dir", "allow_change"):  # of that start: repeating a run must not write into its directory
+            flat.pop(own, None)
     hints = _hints(run_config) | _hints(config)
     settings = {}
     for key, value in (flat | section).items():

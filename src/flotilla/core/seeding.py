@@ -15,3 +15,16 @@ def stream_seed(seed: int, purpose: str, index: int = 0) -> int:
     """
     address = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), index])
     return int(address.generate_state(1, np.uint32)[0] >> 1)
+
+
+def episode_seed(seed: int, episode: int) -> int:
+    """A 31-bit seed for each episode of an environment, the first of which has the environment's own.
+
+    A few integer operations (the finaliser of MurmurHash3), as short episodes would notice what `stream_seed` costs.
+    """
+    if episode == 0:
+        return seed
+    x = (seed + 0x9E3779B9 * episode) & 0xFFFFFFFF
+    x = ((x ^ x >> 16) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ x >> 13) * 0xC2B2AE35) & 0xFFFFFFFF
+    return (x ^ x >> 16) >> 1

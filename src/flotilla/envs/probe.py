@@ -125,7 +125,8 @@ class Counter(Probe):
     """Counts, so that a test sees whether observation, action and episode belong together in a batch.
 
     `count`: (episode since the last seed, step, last action or -1, a tag drawn from the seed); `image` is
-    filled with the step.  Reward: the step.  Episodes last 3 to 6 steps; even ones terminate, odd ones truncate.
+    filled with the step.  Reward: the step.  Episodes last 3 to 6 steps; where episode + tag is even they terminate,
+    else they truncate.
     """
 
     observation_space = spaces.Dict(
@@ -147,8 +148,8 @@ class Counter(Probe):
 
     def step(self, action: Any) -> StepResult:
         self.t, self.last = self.t + 1, int(action)
-        done = self.t == 3 + self.episode % 4
-        even = self.episode % 2 == 0
+        kind = self.episode + self.tag
+        done, even = self.t == 3 + kind % 4, kind % 2 == 0
         return self.observe(), float(self.t), done and even, done and not even, {}
 
 

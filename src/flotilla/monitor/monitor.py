@@ -23,6 +23,7 @@ State = Literal["running", "done", "preempted", "interrupted", "failed"]
 
 RECENT_EPISODES = 100
 STATUS_EVERY_S = 1.0
+RESUMED = ("env_steps", "episodes", "last_return", "best_return", "eval_return")  # of the view, that go on counting
 
 
 class Monitor:
@@ -42,6 +43,7 @@ class Monitor:
         dashboard: Mode,
         log_every_s: float,
         device: str,
+        resumed: Mapping[str, Any] | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._log_every_s = log_every_s
@@ -57,10 +59,34 @@ class Monitor:
         self._evaluation: dict[str, float] | None = None
         self._envs = [EnvState() for _ in range(num_envs)]
         self._resources = Resources(device)
-        self._writers = Writers(run_dir)
+        self._writers = Writers(run_dir, resumed and resumed["files"])
         self._view = View(title, total_steps, self._envs, frames_per_step=frames_per_step)
+        if resumed:
+            self._resume(resumed)
         self.set_status("running")
         self._dashboard = Dashboard(self._view, dashboard)
+
+    def state(self) -> dict[str, Any]:
+        """What a later start needs, as JSON, to go on counting and writing from here: `resumed` of its monitor."""
+        view = self._view
+        return {
+            "files": self._writers.positions() | {"env_steps": view.env_steps},
+            "elapsed_s": self._elapsed_s(),
+            "recent_returns": list(self._recent),
+            "view": {name: getattr(view, name) for name in RESUMED},
+            "envs": [[env.episodes, env.last_return, env.restarts, env.steps] for env in self._envs],
+            "evaluation": self._evaluation,
+        }
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        self._started_s -= state["elapsed_s"]
+        self._recent.extend(state["recent_returns"])
+        self._evaluation = state["evaluation"]
+        for name, value in state["view"].items():
+            setattr(self._view, name, value)
+        for env, (episodes, last_return, restarts, steps) in zip(self._envs, state["envs"], strict=False):
+            env.episodes, env.last_return, env.restarts, env.steps = episodes, last_return, restarts, steps
+            env.anchor_s, env.anchor_steps = state["elapsed_s"], steps
 
     def add(self, metrics: Mapping[str, Tensor | float]) -> None:
         """Metrics of one iteration, by a key of METRICS; tensors stay on their device until the log line."""

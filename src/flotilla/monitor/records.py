@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -99,6 +99,17 @@ def metric(key: str) -> Metric:
     if found is None:
         raise UsageError(f"unknown metric '{key}': {nearest(key, METRICS)}")
     return found
+
+
+def over_ranks(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One value of each metric for those of several ranks: by its kind; the last is the first rank's."""
+    combine: dict[Kind, Callable[[list[float]], float]] = {
+        "mean": statistics.fmean,
+        "sum": math.fsum,
+        "max": max,
+        "last": lambda values: values[0],
+    }
+    return {key: combine[metric(key).kind]([values[key] for values in of_ranks]) for key in of_ranks[0]}
 
 
 FOLD_AT = 64  # vectors that may wait before they are folded into one

@@ -5,6 +5,7 @@ A full disk does not end training: what cannot be written is lost, people are to
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
@@ -31,15 +32,20 @@ _STRICT = json.JSONEncoder(allow_nan=False)
 class Writers:
     """Everything that is written into the run's directory while it goes on; appends to what is there."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, resumed: Mapping[str, int] | None = None) -> None:
+        """`resumed`: the positions from which an earlier start is continued; what it wrote after them is dropped."""
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._reported = False
         self._metrics = _Appender(run_dir / METRICS_FILE)
         self._episodes = _Appender(run_dir / EPISODES_FILE)
-        self._events = _EventFile(run_dir / "tensorboard")
-        for lines in (self._metrics, self._episodes):
-            self.guarded(lines.end_torn_line)
+        self._events = _EventFile(run_dir / "tensorboard", resumed["env_steps"] + 1 if resumed else None)
+        for name, lines in ((METRICS_FILE, self._metrics), (EPISODES_FILE, self._episodes)):
+            self.guarded(functools.partial(lines.cut, resumed[name]) if resumed else lines.end_torn_line)
+
+    def positions(self) -> dict[str, int]:
+        """The length in bytes of each file of lines."""
+        return {METRICS_FILE: self._metrics.end(), EPISODES_FILE: self._episodes.end()}
 
     def metrics(self, env_steps: int, elapsed_s: float, values: Mapping[str, float]) -> None:
         """One line in metrics.jsonl, one point per key in TensorBoard."""
@@ -70,8 +76,8 @@ class Writers:
         self.guarded(lambda: self._events.write(points))
 
     def status(self, status: Mapping[str, Any]) -> None:
-        """Replace status.json; a reader sees the old one or the new one, also after a power cut."""
-        self.guarded(lambda: _replace(self._run_dir / STATUS_FILE, f"{to_json(status)}\n"))
+        """Replace status.json."""
+        self.guarded(lambda: replace_file(self._run_dir / STATUS_FILE, f"{to_json(status)}\n"))
 
     def guarded(self, write: Callable[[], object]) -> None:
         """Call `write`; an OSError is told to people once, instead of being raised."""
@@ -119,7 +125,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a whole file, or leave the one before; a reader sees one of the two, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)
@@ -136,7 +143,7 @@ class _Appender:
 
     def write(self, data: bytes) -> None:
         """Append all of `data`, or raise OSError and append nothing."""
-        start = self._file.seek(0, os.SEEK_END)
+        start = self.end()
         rest = memoryview(data)
         try:
             while rest:
@@ -146,9 +153,18 @@ class _Appender:
                 self._file.truncate(start)
             raise
 
+    def end(self) -> int:
+        return self._file.seek(0, os.SEEK_END)
+
+    def cut(self, end: int) -> None:
+        """Drop what lies behind `end`; a file that lost some of what was before it is left as it is."""
+        if self.end() > end:
+            self._file.truncate(end)
+        self.end_torn_line()
+
     def end_torn_line(self) -> None:
         """Start on a line of its own where an earlier process was killed in the middle of one."""
-        end = self._file.seek(0, os.SEEK_END)
+        end = self.end()
         if end > 0:
             self._file.seek(end - 1)
             if self._file.read(1) != b"\n":
@@ -161,17 +177,21 @@ class _Appender:
 class _EventFile:
     """A TensorBoard event file, written in this thread so that a failed write is noticed here."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, resumed_at: int | None = None) -> None:
+        """`resumed_at`: the first environment step of which earlier files say nothing that still counts."""
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a directory in the order of their names; each process has its own.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = _Appender(directory / name)
         self._begun = False
+        self._resumed_at = resumed_at
 
     def write(self, points: Iterable[tuple[int, Mapping[str, float]]]) -> None:
         """Append, at each environment step, the values of some tags."""
         now = time.time()
         events = [] if self._begun else [Event(wall_time=now, file_version="brain.Event:2")]
+        if not self._begun and self._resumed_at is not None:  # TensorBoard then drops later steps of earlier files
+            events.append(Event(wall_time=now, step=self._resumed_at, session_log=SessionLog(status=SessionLog.START)))
         for env_steps, values in points:
             summary = Summary(value=[Summary.Value(tag=tag, simple_value=x) for tag, x in values.items()])
             events.append(Event(wall_time=now, step=env_steps, summary=summary))

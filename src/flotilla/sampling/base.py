@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,14 @@ class RowArrays(NamedTuple):
         """The views at an index of the leading dimensions."""
         obs = {key: x[index] for key, x in self.obs.items()} if isinstance(self.obs, dict) else self.obs[index]
         return RowArrays(obs, *(x[index] for x in self[1:]))
+
+
+def pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
+    """The parts of two rows side by side; of dict observations each part of theirs."""
+    pairs = list(zip(one[1:], other[1:], strict=True))
+    if isinstance(one.obs, dict):
+        return pairs + list(zip(one.obs.values(), other.obs.values(), strict=True))
+    return [*pairs, (one.obs, other.obs)]
 
 
 class Finished(NamedTuple):
@@ -73,6 +81,25 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Free everything; idempotent."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What a backend can do besides, whose environments begin each whole episode with `core.seeding.episode_seed`."""
+
+    @property
+    def episodes(self) -> NDArray[np.int64]:
+        """The number of each environment's episode (N,)."""
+        ...
+
+    def resume(self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float) -> None:
+        """Instead of `reset`: begin these episodes, play the actions (steps, ...) of each, write the rows reached.
+
+        Simulators that are deterministic are then where they were.  After `limit_s` seconds the rest is left out.
+        """
+
+    def begin(self, env_index: Sequence[int], out: RowArrays) -> None:
+        """Begin the next episode in some environments, and write their rows into those of all, (N, ...)."""
 
 
 def step(backend: Backend, action: Array, out: RowArrays) -> Sequence[Event]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flotilla.core.types import Row, Spec, tree_map
-from flotilla.sampling.base import RowArrays
+from flotilla.sampling.base import RowArrays, pairs
 
 
 class Buffers:
@@ -23,9 +23,7 @@ class Buffers:
         self._num_envs = num_envs = groups[-1].stop
         self._on_host = device.type == "cpu"
         pin, leading = device.type == "cuda", (num_steps + 1, num_envs)
-        reward = torch.zeros(leading, pin_memory=pin)
-        flags = [torch.zeros(leading, dtype=torch.bool, pin_memory=pin) for _ in range(3)]
-        self.host = Row(_zeros(leading, spec.obs_space, pin=pin), reward, *flags)
+        self.host = zeros(spec, *leading, pin=pin)
         self.rows = self.host if self._on_host else Row(*(tree_map(lambda x: x.to(device), part) for part in self.host))
         self.action: Tensor = _zeros((num_steps, num_envs), spec.action_space).to(device)
         self.extras: dict[str, Tensor] = {}
@@ -65,7 +63,7 @@ class Buffers:
     def store(self, steps: NDArray[np.int64], envs: Sequence[int], rows: RowArrays) -> None:
         """Rows into their places on the host."""
         whole = arrays(self.host)
-        for target, source in _pairs(whole, rows):
+        for target, source in pairs(whole, rows):
             target[steps, envs] = source
 
     def to_device(self, t: int, group: int) -> None:
@@ -85,16 +83,8 @@ class Buffers:
 
 
 def copy(source: Row, target: Row) -> None:
-    for one, other in _pairs(source, target):
+    for one, other in pairs(source, target):
         other.copy_(one, non_blocking=True)
-
-
-def _pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
-    """The parts of two rows side by side; of dict observations each part of theirs."""
-    pairs = list(zip(one[1:], other[1:], strict=True))
-    if isinstance(one.obs, dict):
-        return pairs + list(zip(one.obs.values(), other.obs.values(), strict=True))
-    return [*pairs, (one.obs, other.obs)]
 
 
 def arrays(row: Row) -> RowArrays:
@@ -102,7 +92,14 @@ def arrays(row: Row) -> RowArrays:
     return RowArrays(obs, *(x.numpy() for x in row[1:]))
 
 
-def _zeros(leading: tuple[int, int], space: gym.Space[Any], *, pin: bool = False) -> Any:
+def zeros(spec: Spec, *leading: int, pin: bool = False) -> Row:
+    """Rows (leading, ...) on the host."""
+    reward = torch.zeros(leading, pin_memory=pin)
+    flags = [torch.zeros(leading, dtype=torch.bool, pin_memory=pin) for _ in range(3)]
+    return Row(_zeros(leading, spec.obs_space, pin=pin), reward, *flags)
+
+
+def _zeros(leading: tuple[int, ...], space: gym.Space[Any], *, pin: bool = False) -> Any:
     """A host tensor (leading, ...) for values of a space, or one per key of a Dict."""
     if isinstance(space, gym.spaces.Dict):
         return {key: _zeros(leading, part, pin=pin) for key, part in space.spaces.items()}

@@ -25,8 +25,7 @@ import numpy as np
 
 from flotilla.core.errors import UsageError
 from flotilla.sampling import shm
-from flotilla.sampling.process import CLOSE_S, IDLE, WorkerProcess, end, split, watch
-from flotilla.sampling.worker import (
+from flotilla.sampling.messages import (
     INFO_COLUMNS,
     MAX_ENVS,
     MESSAGE,
@@ -41,6 +40,7 @@ from flotilla.sampling.worker import (
     Message,
     dumps,
 )
+from flotilla.sampling.process import CLOSE_S, IDLE, WorkerProcess, end, split, watch
 
 Maker = Callable[[], gym.Env[Any, Any]]
 SPIN_US = 50  # how long a side looks at memory before it sleeps in the kernel, where cores are to spare
@@ -64,6 +64,8 @@ class Pool:
     infos: whether the environments' infos travel; else only `info["episode"]` does, as numbers.
     max_restarts, window_s: how many faults within a window are repaired; 0: the first one raises.
     env_timeout_s: the process of an environment at work for longer is killed; 0: never.
+    reseed: each whole episode (with `info["episode"]` at its end) begins with a seed of its own, so that it can be
+    had again by its number; else an environment goes on with its own generator, as in Gymnasium.
     agree: the spaces of one environment from what all say; the default refuses differences.
     """
 
@@ -79,12 +81,13 @@ class Pool:
         max_restarts: int = 0,
         window_s: float = 300.0,
         env_timeout_s: float = 0.0,
+        reseed: bool = False,
         agree: Callable[[Sequence[Made]], tuple[gym.Space[Any], gym.Space[Any]]] | None = None,
     ) -> None:
         self.num_envs, self._makers = len(makers), list(makers)
         self.num_workers = min(num_workers or usable_cores(), self.num_envs // num_groups)
         self.num_workers = max(self.num_workers, -(-self.num_envs // MAX_ENVS))
-        self.autoreset, self._infos = autoreset, infos
+        self.autoreset, self._infos, self._reseed = autoreset, infos, reseed
         self._max_restarts, self._window_s, self._env_timeout_s = max_restarts, window_s, env_timeout_s
         self._context = multiprocessing.get_context(start_method) if isinstance(start_method, str) else start_method
         self.faults: list[Fault] = []  # for whoever reports them
@@ -131,6 +134,7 @@ class Pool:
             max_restarts=self._max_restarts,
             revived=revived,
             seeds=tuple(self._seeds[i] for i in worker.index),
+            reseed=self._reseed,
         )
         worker.start(self._context, pickle.dumps(job), self._fd)
 
@@ -159,7 +163,7 @@ class Pool:
         self._layout: shm.Layout = {("obs", path): ((n, *shape), dtype) for path, (shape, dtype) in (obs or {}).items()}
         self._layout |= {("action", path): ((n, *shape), dtype) for path, (shape, dtype) in (action or {}).items()}
         flags = ("terminated", "truncated", "finished", "restarted", "pending")
-        for name, kind in [("reward", "f8"), ("restarts", "i8"), *((flag, "?") for flag in flags)]:
+        for name, kind in [("reward", "f8"), ("episodes", "i8"), *((flag, "?") for flag in flags)]:
             self._layout["pool", name] = ((n,), np.dtype(kind))
         self._layout["pool", "episode"] = ((n, 2), np.dtype("f8"))
         self._layout["pool", "infos"] = ((n, INFO_COLUMNS if self._infos else 0), np.dtype("f8"))
@@ -172,7 +176,7 @@ class Pool:
         self.reward, self.terminated = self._arrays["reward"], self._arrays["terminated"]
         self.truncated, self.restarted = self._arrays["truncated"], self._arrays["restarted"]
         self.finished, self.episode = self._arrays["finished"], self._arrays["episode"]
-        self.restarts = self._arrays["restarts"]
+        self.episodes = self._arrays["episodes"]  # that began with the next seed of the environment's own stream
         self._state = self._arrays["workers"]
         self._spins = usable_cores() > self.num_workers
         self._state[:, 0] = IDLE

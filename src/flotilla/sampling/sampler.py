@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flotilla.core.types import Act, Episode, Rollout, Row, Spec, State, tree_map
-from flotilla.sampling.base import Backend, Event, Restarted
-from flotilla.sampling.buffers import Buffers, arrays, copy
+from flotilla.sampling.base import Backend, Event, Restarted, Resumable
+from flotilla.sampling.buffers import Buffers, arrays, copy, zeros
+from flotilla.sampling.history import History
 from flotilla.sampling.workers import WorkersBackend
 
 clock = time.perf_counter
+REPLAY_LIMIT_S = 60.0  # for the actions of open episodes to be played again
 
 
 class Sampler:
@@ -52,6 +54,9 @@ class Sampler:
         self._restarts: list[Restarted] = []
         self._buffers: Buffers | None = None
         self._state: State = None
+        self._first_row: Row | None = None  # of the first rollout, where it is not a reset's
+        self._history = History(self.num_envs) if isinstance(backend, Resumable) else None
+        self.begun_anew = 0  # environments that `load_state_dict` could not bring back to where they were
 
     @torch.no_grad()
     def rollout(self, act: Act, num_steps: int) -> Rollout:
@@ -66,6 +71,8 @@ class Sampler:
         else:
             with _threads_beside(self._backend):
                 self._state = self._take_turns(act, buffers, first_state)
+        if self._history is not None:
+            self._history.extend(buffers.action)
         self.seconds["env"] += clock() - start - (self.seconds["inference"] - acting)
         return Rollout(
             rows=buffers.rows,
@@ -89,6 +96,46 @@ class Sampler:
         """Close the environments; idempotent."""
         self._backend.close()
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where each environment and the policy's memory are; nothing before the first rollout."""
+        if self._buffers is None or self._state is None:
+            return {}
+        state = {f"{name}_N": x.clone() for name, x in _named(self._buffers.host.at(-1))}
+        state["memory_N"] = self._state.clone()
+        if self._history is not None:
+            state |= self._history.state()
+            state["episode_N"] = torch.from_numpy(cast(Resumable, self._backend).episodes.copy())
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from there, before the first rollout.
+
+        A simulator that is not deterministic, or that cannot be given a seed for each episode, begins a new one.
+        """
+        assert self._buffers is None, "rollouts were made already"
+        if not state:
+            return
+        row = zeros(self.spec, self.num_envs)
+        out, backend = arrays(row), self._backend
+        if self._history is None or "count_N" not in state:
+            backend.reset(out)
+            anew = list(range(self.num_envs))
+        else:
+            assert isinstance(backend, Resumable)
+            counts, actions = state["count_N"].tolist(), state["action_N"].numpy()
+            played = [actions[i, : max(count, 0)] for i, count in enumerate(counts)]
+            backend.resume(state["episode_N"].tolist(), played, out, REPLAY_LIMIT_S)
+            equal = torch.tensor(counts) >= 0
+            for name, x in _named(row):
+                equal &= (x == state[f"{name}_N"]).flatten(1).all(1) if x.dim() > 1 else x == state[f"{name}_N"]
+            anew = torch.nonzero(~equal).flatten().tolist()
+            if anew:
+                backend.begin(anew, out)
+                state["count_N"][anew], state["over_N"][anew] = 0, False
+            self._history.load(state["count_N"], state["action_N"], state["over_N"])
+        self.begun_anew = len(anew)
+        self._first_row, self._state = row, state["memory_N"].to(self._device)
+
     def _take_turns(self, act: Act, buffers: Buffers, first_state: State) -> Tensor:
         """Fill the buffers in time order; the memory after the last action, (N, S)."""
         groups, seconds = self._backend.groups, self.seconds
@@ -111,7 +158,9 @@ class Sampler:
         events = self._backend.recv(buffers.arrays[t][group], group)
         ignored = buffers.arrays[t - 1][group].is_last
         if events:
-            self._note(events, range(self.num_envs)[self._backend.groups[group]], ignored)
+            envs = self._backend.groups[group]
+            is_last = buffers.arrays[t][group].is_last
+            self._note(events, range(self.num_envs)[envs], ignored, is_last, [t] * len(is_last))
             for event in events:
                 if isinstance(event, Restarted):
                     buffers.rows.is_last[t - 1, event.env_index] = True
@@ -147,7 +196,7 @@ class Sampler:
                 at_N[came] += 1
                 buffers.store(at_N[came], came, rows)
                 ignored = is_last_T1N[at_N[came] - 1, came]
-                self._note(events, came, ignored)
+                self._note(events, came, ignored, rows.is_last, at_N[came].tolist())
                 is_last_T1N[at_N[came] - 1, came] = ignored
                 self.env_steps += count - int(np.count_nonzero(ignored))
                 ready += [i for i in came if at_N[i] < buffers.num_steps]
@@ -155,12 +204,25 @@ class Sampler:
         assert state_NS is not None
         return state_NS
 
-    def _note(self, events: Sequence[Event], env_index: Sequence[int], ignored: NDArray[np.bool_]) -> None:
-        """Keep what is reported of some environments; the step to the row of a restart was none: it is ignored, too."""
+    def _note(
+        self,
+        events: Sequence[Event],
+        env_index: Sequence[int],
+        ignored: NDArray[np.bool_],
+        is_last: NDArray[np.bool_],
+        t: Sequence[int],
+    ) -> None:
+        """Keep what is reported of some environments, which are at rows `t` of the rollout.
+
+        The step to the row of a restart was none: it is ignored, too.
+        """
         for event in events:
+            position = env_index.index(event.env_index)
             if isinstance(event, Restarted):
-                ignored[env_index.index(event.env_index)] = True
+                ignored[position] = True
                 self._restarts.append(event._replace(env_index=self._first + event.env_index))
+            if self._history is not None and (isinstance(event, Restarted) or is_last[position]):
+                self._history.begins(event.env_index, t[position] + (not isinstance(event, Restarted)))
         for event in events:
             if isinstance(event, Restarted):
                 continue
@@ -183,13 +245,25 @@ class Sampler:
             self._buffers = Buffers(self.spec, self._backend.groups, num_steps, self._device)
         buffers = self._buffers
         assert buffers is not None
-        if old is None:
+        if self._first_row is not None:
+            copy(self._first_row, buffers.host.at(0))
+            self._first_row = None
+        elif old is None:
             self._backend.reset(arrays(buffers.host.at(0)))
         else:
             copy(old.host.at(-1), buffers.host.at(0))
         for group in range(len(self._backend.groups)):
             buffers.to_device(0, group)
         return buffers
+
+
+def _named(row: Row) -> Iterator[tuple[str, Tensor]]:
+    """The parts of a row, by names for a file."""
+    if isinstance(row.obs, dict):
+        yield from ((f"obs.{key}", x) for key, x in row.obs.items())
+    else:
+        yield "obs", row.obs
+    yield from zip(Row._fields[1:], row[1:], strict=True)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 
+from flotilla.core.seeding import episode_seed
 from flotilla.core.types import Spec
 from flotilla.sampling.base import Array, Finished, RowArrays, split
 from flotilla.sampling.shm import same_spaces
@@ -29,6 +31,8 @@ class SyncBackend:
         self._seeds = list(seeds)
         self._steps = [env.step for env in self._envs]
         self._ended = np.zeros(len(self._envs), bool)
+        self._whole = np.zeros(len(self._envs), bool)  # whether what has ended is an episode, and not only a life
+        self.episodes = np.zeros(len(self._envs), np.int64)
         self.num_envs = len(self._envs)
         self.groups = split(self.num_envs, 1)
         self._action: Any = ()
@@ -36,47 +40,74 @@ class SyncBackend:
         self._as_list = isinstance(self.spec.action_space, gym.spaces.Discrete)
 
     def reset(self, out: RowArrays) -> None:
-        out.reward[:] = 0
-        out.is_first[:] = True
-        out.is_last[:] = out.is_terminal[:] = False
-        self._ended[:] = False
         for i, (env, seed) in enumerate(zip(self._envs, self._seeds, strict=True)):
             _write(out, i, env.reset(seed=seed)[0])
+        _begin_rows(out, slice(None))
+        self._ended[:] = self._whole[:] = False
+        self.episodes[:] = 0
 
     def send(self, action: Array, group: int = 0) -> None:
         self._action = action.tolist() if self._as_list else action
 
     def recv(self, out: RowArrays, group: int = 0) -> Sequence[Finished]:
-        actions = self._action
-        ended, finished = self._ended, ()  # type: tuple[Any, Sequence[Finished]]
-        out.is_first[:] = ended
+        finished: Sequence[Finished] = ()
+        out.is_first[:] = self._ended
         out.is_last[:] = out.is_terminal[:] = False
-        obs_out, is_dict = out.obs, isinstance(out.obs, dict)
         i = -1
         try:
-            for i, step in enumerate(self._steps):
-                if ended[i]:
-                    obs, info = self._envs[i].reset()
-                    out.reward[i] = 0
-                    ended[i] = False
-                else:
-                    obs, out.reward[i], terminated, truncated, info = step(actions[i])
-                    if terminated or truncated:
-                        ended[i] = out.is_last[i] = True
-                        out.is_terminal[i] = terminated
+            for i, action in enumerate(self._action):
+                info = self._step(i, action, out)
                 if "episode" in info:  # rarely in a reset's: an Atari game that ends while a lost life restarts
                     finished = [*finished, Finished(i, float(info["episode"]["r"]), int(info["episode"]["l"]))]
-                if is_dict:
-                    _write(out, i, obs)
-                else:
-                    obs_out[i] = obs  # type: ignore[index]
         except Exception as error:
             raise RuntimeError(f"environment {i} ({self._envs[i]}) raised {error!r} in step()") from error
         return finished
 
+    def _step(self, i: int, action: Any, out: RowArrays) -> dict[str, Any]:
+        """A step of one environment, whose flags in the row say False so far."""
+        if self._ended[i]:
+            seed = None
+            if self._whole[i]:
+                self.episodes[i] += 1
+                seed = episode_seed(self._seeds[i], int(self.episodes[i]))
+            obs, info = self._envs[i].reset(seed=seed)
+            out.reward[i] = 0
+            self._ended[i] = False
+        else:
+            obs, out.reward[i], terminated, truncated, info = self._steps[i](action)
+            if terminated or truncated:
+                self._ended[i] = out.is_last[i] = True
+                out.is_terminal[i] = terminated
+                self._whole[i] = "episode" in info
+        _write(out, i, obs)
+        return info
+
+    def resume(self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float) -> None:
+        self.episodes[:] = np.asarray(episodes) - 1
+        self.begin(range(self.num_envs), out)
+        end = time.monotonic() + limit_s
+        for i, played in enumerate(actions):
+            for action in played.tolist() if self._as_list else played:
+                out.is_first[i], out.is_last[i], out.is_terminal[i] = self._ended[i], False, False
+                self._step(i, action, out)
+                if time.monotonic() > end:
+                    return
+
+    def begin(self, env_index: Sequence[int], out: RowArrays) -> None:
+        _begin_rows(out, list(env_index))
+        for i in env_index:
+            self._ended[i] = self._whole[i] = True
+            self._step(i, None, out)
+
     def close(self) -> None:
         while self._envs:
             self._envs.pop().close()
+
+
+def _begin_rows(out: RowArrays, index: Any) -> None:
+    out.reward[index] = 0
+    out.is_first[index] = True
+    out.is_last[index] = out.is_terminal[index] = False
 
 
 def _write(out: RowArrays, index: int, obs: Any) -> None:

@@ -17,72 +17,33 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
 
-from flotilla.core.seeding import stream_seed
+from flotilla.core.seeding import episode_seed
 from flotilla.sampling import shm
+from flotilla.sampling.messages import (
+    INFO_COLUMNS,
+    MESSAGE,
+    OK,
+    ORDER,
+    PENDING,
+    TABLE,
+    WHOLE,
+    Fault,
+    Info,
+    Job,
+    Made,
+    Message,
+    dumps,
+)
 from flotilla.sampling.process import CLOSE_S, IDLE
 
-INFO_COLUMNS = 32  # numbers of one info that travel unpickled
 EXACT = 2**53  # float64 holds every integer up to here
-
-# Commands: the number of a group to step, or one of these.
-PENDING, ORDER = 0xFE, 0xFF
-# Replies: one of these, and the local number of the environment that a PENDING command stepped, else WHOLE.
-OK, TABLE, MESSAGE = 0, 1, 2
-WHOLE = 0xFF
-MAX_ENVS = min(WHOLE, IDLE)  # in one worker
-
-Info = dict[str, Any]
-
-
-class Made(NamedTuple):
-    """What an environment says of itself."""
-
-    obs_space: gym.Space[Any]
-    action_space: gym.Space[Any]
-    metadata: dict[str, Any]
-    render_mode: str | None
-    spec: Any
-
-
-class Fault(NamedTuple):
-    """An environment that failed, and why."""
-
-    env_index: int
-    pid: int
-    text: str  # the traceback, or what happened to the process
-    error: BaseException | None = None  # where it can be pickled
-
-
-class Message(NamedTuple):
-    """What does not fit into a reply of two bytes."""
-
-    faults: list[Fault]
-    result: Any  # infos of the environments that were stepped, or the answer to an order
-    schema: tuple[tuple[str, ...], tuple[type, ...]] | None = None  # of infos that will come as a table
-    refused: Fault | None = None  # why there is no answer, though no environment failed
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker is told at its start."""
-
-    makers: bytes  # cloudpickle of a list: a function without arguments for each environment
-    index: tuple[int, ...]  # of its environments, in the whole pool
-    groups: tuple[range, ...]  # local numbers of the environments that each group's command steps
-    slot: int  # its own line of the array "workers"
-    autoreset: str  # next_step | same_step | disabled
-    infos: bool  # whether infos travel, or only the statistics of finished episodes
-    max_restarts: int  # how often an environment that raises is made again before it is given up
-    revived: bool  # replaces a worker that died: each environment begins anew at its next command
-    seeds: tuple[int | None, ...]  # of the last reset, from which those of restarts follow
 
 
 class Worker:
@@ -98,8 +59,9 @@ class Worker:
         self._seeds = list(job.seeds)
         self._anew = [job.revived] * len(job.index)
         self._ended = [False] * len(job.index)
+        self._whole = [False] * len(job.index)  # whether what has ended is an episode, and not only a life
         self._schema: tuple[tuple[str, ...], tuple[type, ...]] | None = None
-        self._whole: list[int] = []  # its columns of integers
+        self._integers: list[int] = []  # its columns of integers
         self._given: Sequence[Any] = ()  # actions of the next step, where they are not in shared memory
         self._count = 0
 
@@ -158,14 +120,15 @@ class Worker:
         if self._anew[k]:
             return self._begin_again(k)
         if self._ended[k] and self.job.autoreset == "next_step":
-            obs, info = self.envs[k].reset()
+            seed = self._next_seed(k) if self._whole[k] and self.job.reseed else None
+            obs, info = self.envs[k].reset(seed=seed)
             self._reward[i] = 0.0
             self._terminated[i] = self._truncated[i] = self._ended[k] = False
         else:
             obs, self._reward[i], terminated, truncated, info = self._steps[k](action)
             self._terminated[i], self._truncated[i] = terminated, truncated
             if terminated or truncated:
-                self._ended[k] = True
+                self._ended[k], self._whole[k] = True, "episode" in info
                 if self.job.autoreset == "same_step":
                     final = {"final_info": info, "final_obs": obs}
                     obs, info = self.envs[k].reset()
@@ -265,11 +228,15 @@ class Worker:
         return {}
 
     def _begin_again(self, k: int, options: Any = None) -> Info:
-        """An episode with the next seed of the environment's own stream of restarts."""
-        restarts, seed, i = self._arrays["restarts"], self._seeds[k], self.index[k]
+        """An episode of an environment that is new."""
         self._anew[k] = True
-        restarts[i] += 1
-        return self._first(k, None if seed is None else stream_seed(seed, "restart", int(restarts[i])), options)
+        return self._first(k, self._next_seed(k), options)
+
+    def _next_seed(self, k: int) -> int | None:
+        """The next seed of the environment's own stream, where it has one."""
+        episodes, seed, i = self._arrays["episodes"], self._seeds[k], self.index[k]
+        episodes[i] += 1
+        return None if seed is None else episode_seed(seed, int(episodes[i]))
 
     # Orders and replies ---------------------------------------------------------------------------------------
 
@@ -284,7 +251,8 @@ class Worker:
             case "actions":
                 self._given = arguments[0]
             case "end":  # of the episodes of the chosen ones: their next step is a reset
-                self._ended = [ended or chosen for ended, chosen in zip(self._ended, arguments[0], strict=True)]
+                for k in (k for k in everyone if arguments[0][k]):
+                    self._ended[k] = self._whole[k] = True
             case "call":
                 what, args, kwargs, each = arguments
                 result = [self._ask(k, _call, what, args, kwargs) if each[k] else None for k in everyone]
@@ -340,7 +308,7 @@ class Worker:
             values = list(info.values())
             if tuple(info) != keys or tuple(map(type, values)) != types:
                 return False
-            if any(abs(values[n]) > EXACT for n in self._whole):
+            if any(abs(values[n]) > EXACT for n in self._integers):
                 return False
             table[self.index[k], : len(values)] = values
         return True
@@ -350,7 +318,7 @@ class Worker:
         types = tuple(map(type, info.values()))
         fits = 0 < len(types) <= INFO_COLUMNS and all(map(_is_number, types))
         self._schema = (tuple(info), types) if fits else None
-        self._whole = [n for n, kind in enumerate(types) if issubclass(kind, int | np.integer)]
+        self._integers = [n for n, kind in enumerate(types) if issubclass(kind, int | np.integer)]
         return self._schema
 
 
@@ -364,11 +332,6 @@ def _call(env: gym.Env[Any, Any], what: str | Callable[..., Any], args: Sequence
         return what(env, *args, **kwargs)
     found = env.get_wrapper_attr(what)
     return found(*args, **kwargs) if callable(found) else found
-
-
-def dumps(message: Any) -> bytes:
-    """Pickled so that functions and classes of a script travel, too."""
-    return bytes(cloudpickle.dumps(message))
 
 
 def main(job: Job, go: connection.Connection, done: connection.Connection, fd: int) -> None:

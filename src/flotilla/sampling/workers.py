@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
 from flotilla.core.types import Spec
-from flotilla.sampling.base import Array, Event, Finished, Restarted, RowArrays
+from flotilla.sampling.base import Array, Event, Finished, Restarted, RowArrays, pairs
 from flotilla.sampling.pool import Pool
 
 
@@ -24,7 +26,7 @@ class WorkersBackend:
     def __init__(
         self, makers: Sequence[Callable[[], gym.Env[Any, Any]]], seeds: Sequence[int], **settings: Any
     ) -> None:
-        self.pool = Pool(makers, **settings)
+        self.pool = Pool(makers, reseed=True, **settings)
         self.num_envs = self.pool.num_envs
         self.groups: Sequence[slice] = self.pool.groups
         self.spec = Spec(self.pool.obs_space, self.pool.action_space)
@@ -56,6 +58,38 @@ class WorkersBackend:
         """Wait for the first `count` environments, and write their rows (count, ...) as they came; their indices."""
         env_index = self.pool.recv_some(count)
         return env_index, self._write(env_index, out)
+
+    @property
+    def episodes(self) -> NDArray[np.int64]:
+        return self.pool.episodes
+
+    def resume(self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float) -> None:
+        self.pool.reset(self._seeds)
+        self.pool.episodes[:] = np.asarray(episodes) - 1
+        everyone = list(range(self.num_envs))
+        self.begin(everyone, out)
+        end = time.monotonic() + limit_s
+        for t in range(max(map(len, actions), default=0)):
+            behind = [i for i in everyone if len(actions[i]) > t]
+            self._step(behind, np.stack([actions[i][t] for i in behind]), out)
+            if time.monotonic() > end:
+                return
+
+    def begin(self, env_index: Sequence[int], out: RowArrays) -> None:
+        chosen = [i in set(env_index) for i in range(self.num_envs)]
+        self.pool.order("end", each=chosen)
+        self.pool.finish_order()
+        self._ended[:] |= chosen
+        self._step(env_index, self._action[env_index], out)
+
+    def _step(self, env_index: Sequence[int], action: Array, out: RowArrays) -> None:
+        """A step of some environments that nobody is told of, into the rows of all."""
+        self.send_some(action, env_index)
+        came = self.pool.recv_some(len(env_index))
+        rows = out.at(came)  # copies
+        self._write(came, rows)
+        for target, source in pairs(out, rows):
+            target[came] = source
 
     def close(self) -> None:
         self.pool.close()

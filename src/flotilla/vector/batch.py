@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 from numpy.typing import NDArray
 
 from flotilla.core.errors import UsageError
-from flotilla.sampling.worker import Made
+from flotilla.sampling.messages import Made
 
 ObservationMode = Literal["same", "different"] | tuple[gym.Space[Any], gym.Space[Any]]  # batch of all, single
 BATCHED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from flotilla.core.errors import UsageError
 from flotilla.sampling import shm
+from flotilla.sampling.messages import Info, Made
 from flotilla.sampling.pool import EnvironmentFailed, Maker, Pool
-from flotilla.sampling.worker import Info, Made
 from flotilla.vector import batch
 
 Rows = tuple[Any, NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]  # of a step, without its infos
