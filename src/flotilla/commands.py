@@ -14,6 +14,7 @@ import torch
 from flotilla import rundir
 from flotilla.compute import checkpoint
 from flotilla.compute.optimizer import parameter_counts
+from flotilla.compute.precision import place
 from flotilla.compute.ranks import PeerLost
 from flotilla.core import names
 from flotilla.core.config import RunConfig
@@ -88,7 +89,7 @@ def evaluate_run(
     device = device_of(
         "cpu" if run_config.device.startswith("cuda") and not torch.cuda.is_available() else run_config.device
     )
-    agent = module.Agent(spec_of(run_config), config).to(device)
+    agent = place(module.Agent(spec_of(run_config), config), device, channels_last=run_config.channels_last)
     agent.load_state_dict(checkpoint.load_model(path))
     result: dict[str, Any] = summary(evaluate(run_config, agent, device, episodes=episodes, policy=policy))
     result |= {"env_id": run_config.env_id, "algorithm": algorithm, "policy": policy, "checkpoint": str(path)}

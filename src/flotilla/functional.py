@@ -1,14 +1,18 @@
 """Named equations that algorithms share, as functions from tensors to tensors; no modules, no state.
 
-Shape legend: T steps, N environments; suffix 1 as in T1 means T + 1 rows of arrivals.
+Shape legend: T steps, N environments, M minibatches of B samples; suffix 1 as in T1 means T + 1 rows of arrivals.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flotilla.core.types import Row
+
+Mean = Callable[[Tensor], Tensor]  # over ranks
 
 
 def gae(rows: Row, value_T1N: Tensor, gamma: float, gae_lambda: float) -> Tensor:
@@ -41,26 +45,33 @@ def discounted_sum(reward_T1N: Tensor, is_first_T1N: Tensor, start_N: Tensor, ga
     return out_TN
 
 
-def shares(weight: Tensor) -> Tensor:
-    """Weights (0 or 1, at least one dimension) scaled to sum to 1; all 0 stays all 0."""
-    return weight / weight.sum().clamp(min=1.0)
+def balanced(weight_MB: Tensor, mean: Mean) -> Tensor:
+    """Weights (M, ...) scaled to mean 1 in each of M minibatches, of all ranks together; all 0 stays all 0."""
+    mean_M = mean(weight_MB.flatten(1).mean(1))
+    return weight_MB / _column(mean_M, weight_MB).clamp(min=1e-8)
 
 
-def weighted_sum(x: Tensor, share: Tensor) -> Tensor:
-    """Sum of `x` times `share` (same shape): the mean over the entries that count, where shares sum to 1."""
-    return torch.dot(x.flatten(), share.flatten())
+def standardize(x_MB: Tensor, weight_MB: Tensor, mean: Mean, eps: float = 1e-8) -> Tensor:
+    """`x` (M, ...) with mean 0 and (biased) standard deviation 1 in each of M minibatches; weights are `balanced`."""
+    centred = x_MB - _column(mean((x_MB * weight_MB).flatten(1).mean(1)), x_MB)
+    var_M = mean((centred.square() * weight_MB).flatten(1).mean(1))
+    return centred / (_column(var_M.sqrt(), x_MB) + eps)
 
 
-def standardize(x: Tensor, share: Tensor, eps: float = 1e-8) -> Tensor:
-    """`x` with mean 0 and (biased) standard deviation 1 over the entries that count; shares sum to 1."""
-    centred = x - weighted_sum(x, share)
-    return centred / (weighted_sum(centred.square(), share).sqrt() + eps)
+def _column(x_M: Tensor, like: Tensor) -> Tensor:
+    return x_M.view(-1, *(1,) * (like.dim() - 1))
 
 
-def explained_variance(prediction: Tensor, target: Tensor, share: Tensor) -> Tensor:
+def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
+    """Mean of `x` times `weight` (same shape): the mean over the entries that count, where weights are balanced."""
+    return torch.dot(x.flatten(), weight.flatten()) / x.numel()
+
+
+def explained_variance(prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:
     """1 - Var[target - prediction] / Var[target]: 1 is perfect, 0 no better than a constant, negative worse."""
+    weight = balanced(weight[None], lambda x: x)[0]
 
     def variance(x: Tensor) -> Tensor:
-        return weighted_sum((x - weighted_sum(x, share)).square(), share)
+        return weighted_mean((x - weighted_mean(x, weight)).square(), weight)
 
     return 1.0 - variance(target - prediction) / variance(target).clamp(min=1e-8)

@@ -19,7 +19,7 @@ from flotilla import rundir
 from flotilla.compute import checkpoint
 from flotilla.compute.checkpoint import Checkpoints, Snapshot
 from flotilla.compute.optimizer import Optimizer
-from flotilla.compute.precision import autocast
+from flotilla.compute.precision import autocast, place
 from flotilla.compute.randomness import Randomness
 from flotilla.compute.ranks import Ranks
 from flotilla.compute.state import Stateful, collect, restore, tell
@@ -69,6 +69,7 @@ class Run:
             first_index,
             first_ready=batch,
             env_ids=ids,
+            pin_memory=config.pin_memory,
         )
         self.spec: Spec = self.sampler.spec
         cores = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -101,8 +102,8 @@ class Run:
         return total // world
 
     def place(self, module: M) -> M:
-        """The module on the run's device."""
-        return module.to(self.device)
+        """The module on the run's device, its convolutions in the memory format of the configuration."""
+        return place(module, self.device, channels_last=self.config.channels_last)
 
     def optimizer(
         self, parameters: Iterable[nn.Parameter], learning_rate: float, *, clip: float, eps: float
@@ -116,6 +117,9 @@ class Run:
             eps=eps,
             ranks=self._ranks,
             compile=config.compile,
+            precision=config.precision,
+            grad_accum_steps=config.grad_accum_steps,
+            fused=config.fused_optimizer,
             max_skipped=config.max_skipped_steps,
         )
         self._optimizers.append(optimizer)
@@ -125,9 +129,9 @@ class Run:
         """Mean, variance and count of data (B, ...) of weight (B) on all ranks."""
         return moments(self._ranks, x, weight)
 
-    def agree(self, flag: bool | Tensor) -> bool:
-        """Whether the flag is set on any rank."""
-        return self._ranks.agree(flag)
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over ranks of a tensor, which may be overwritten."""
+        return self._ranks.mean_(x)
 
     def state(self, *, agent: nn.Module, **others: Any) -> None:
         """What a checkpoint keeps: the agent's weights and statistics, and each other object's state_dict().

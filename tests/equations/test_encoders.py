@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from flotilla.compute.precision import place
 from flotilla.core.errors import UsageError
 from flotilla.nets.encoders import CnnKind, Encoder, ImageEncoder, has_image, is_image
 
@@ -69,15 +70,20 @@ def test_leading_dimensions_do_not_mix(cnn: CnnKind) -> None:
     torch.testing.assert_close(encoder(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_images_are_scaled_and_weights_lie_channels_last() -> None:
-    encoder = ImageEncoder(ATARI, "nature")
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_images_are_scaled_and_lie_in_memory_as_the_weights_do(channels_last: bool) -> None:
+    torch.manual_seed(0)
+    encoder = place(ImageEncoder(ATARI, "nature"), torch.device("cpu"), channels_last=channels_last)
     seen: list[torch.Tensor] = []
     encoder.net.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].clone()))
     encoder(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 4, 84, 84))
     assert [(x.min().item(), x.max().item()) for x in seen[0]] == [(0, 0), (1, 1)]
-    for layer in encoder.modules():
-        if isinstance(layer, nn.Conv2d):
-            assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    convolutions = [layer for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
+    assert all(x.is_contiguous(memory_format=layout) for x in [seen[0], *(layer.weight for layer in convolutions)])
+    torch.manual_seed(0)
+    plain, image = ImageEncoder(ATARI, "nature"), images(ATARI, 3)
+    torch.testing.assert_close(encoder(image), plain(image), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("cnn", "smallest"), [("nature", 36), ("a3c", 20)])

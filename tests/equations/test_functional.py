@@ -11,13 +11,18 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
 from flotilla.core.types import Row
-from flotilla.functional import discounted_sum, explained_variance, gae, shares, standardize, weighted_sum
+from flotilla.functional import balanced, discounted_sum, explained_variance, gae, standardize, weighted_mean
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 SHAPES = st.tuples(st.integers(2, 12), st.integers(1, 3))
 DISCOUNTS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
+
+
+def alone(x: torch.Tensor) -> torch.Tensor:
+    """The mean over one rank."""
+    return x
 
 
 @st.composite
@@ -104,29 +109,40 @@ def test_statistics_see_only_what_counts(mask: Flags, seed: int) -> None:
     rng = np.random.default_rng(seed)
     x, y = 5 + rng.normal(size=(2, len(mask)))
     x[~mask] = 1e3  # would be seen
-    share = shares(torch.tensor(mask, dtype=torch.float32))
+    weight = balanced(torch.tensor(mask, dtype=torch.float32)[None], alone)[0]
     x_, y_ = torch.tensor(x, dtype=torch.float32), torch.tensor(y, dtype=torch.float32)
-    assert share.sum().item() == pytest.approx(float(mask.any()), abs=1e-6)
-    assert (share[~torch.from_numpy(mask)] == 0).all()
+    assert weight.mean().item() == pytest.approx(float(mask.any()), abs=1e-6)
+    assert (weight[~torch.from_numpy(mask)] == 0).all()
     if mask.sum() < 3:
         return
     kept_x, kept_y = x[mask], y[mask]
-    assert weighted_sum(x_, share).item() == pytest.approx(kept_x.mean(), rel=1e-5)
-    normal = standardize(x_, share).numpy()[mask]
+    assert weighted_mean(x_, weight).item() == pytest.approx(kept_x.mean(), rel=1e-5)
+    normal = standardize(x_[None], weight[None], alone)[0].numpy()[mask]
     np.testing.assert_allclose(normal, (kept_x - kept_x.mean()) / kept_x.std(), atol=1e-3)
     expected = 1 - (kept_x - kept_y).var() / kept_x.var()
-    assert explained_variance(y_, x_, share).item() == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert explained_variance(y_, x_, weight).item() == pytest.approx(expected, rel=1e-3, abs=1e-3)
 
 
 def test_statistics_of_nothing_are_finite() -> None:
-    none, x = shares(torch.zeros(4)), torch.randn(4)
-    assert none.tolist() == [0, 0, 0, 0]
-    assert torch.isfinite(standardize(torch.zeros(4), none)).all()
-    assert explained_variance(x, x, none) == 1
+    none, x = balanced(torch.zeros(1, 4), alone), torch.randn(4)
+    assert none.tolist() == [[0, 0, 0, 0]]
+    assert torch.isfinite(standardize(torch.zeros(1, 4), none, alone)).all()
+    assert explained_variance(x, x, none[0]) == 1
+
+
+def test_minibatches_are_standardised_each_for_itself() -> None:
+    """Of sequences (M, B, T) as of samples."""
+    generator = torch.Generator().manual_seed(0)
+    x = 5 + torch.randn(2, 6, 3, generator=generator, dtype=torch.float64)
+    weight = (torch.rand(2, 6, 3, generator=generator) < 0.7).double()
+    normal = standardize(x, balanced(weight, alone), alone)
+    for m in range(2):
+        kept = x[m][weight[m] > 0]
+        torch.testing.assert_close(normal[m][weight[m] > 0], (kept - kept.mean()) / kept.std(correction=0))
 
 
 def test_explained_variance_of_known_predictors() -> None:
-    target, share = torch.tensor([1.0, 2, 3, 4]), shares(torch.ones(4))
+    target, share = torch.tensor([1.0, 2, 3, 4]), torch.ones(4)
     assert explained_variance(target, target, share) == pytest.approx(1)
     assert explained_variance(target + 7, target, share) == pytest.approx(1), "a constant error is no variance"
     assert explained_variance(torch.zeros(4), target, share) == pytest.approx(0)

@@ -16,11 +16,17 @@ from flotilla.core.config import RunConfig
 from flotilla.core.errors import UsageError
 from flotilla.core.types import Rollout, Spec, tree_map
 from flotilla.envs.make import EnvOptions
+from flotilla.functional import balanced
 from flotilla.sampling.choose import make_backend
 from flotilla.sampling.sampler import Sampler
 
 CLIP = 0.2
 CONFIG = ppo.Config(hidden_sizes=(), norm_adv=False, vf_coef=0.5, ent_coef=0.01)
+
+
+def alone(x: Tensor) -> Tensor:
+    """The mean over one rank."""
+    return x
 
 
 def table(new_prob: list[float], new_value: list[float]) -> ppo.Agent:
@@ -38,6 +44,7 @@ def batch(**columns: list[float]) -> dict[str, Any]:
     size = len(columns["adv"])
     made: dict[str, Any] = {name: torch.tensor(column) for name, column in columns.items()}
     made["log_prob"] = made.pop("old_prob").log()
+    made["weight"] = balanced(made["weight"][None], alone)[0]
     return made | {"obs": torch.eye(size), "is_first": torch.zeros(size, dtype=torch.bool)}
 
 
@@ -81,10 +88,12 @@ def test_advantages_are_standardised_over_the_samples_that_count() -> None:
     """Mean 0 and deviation sqrt(2): 2 and -1 and -1 over it; where they lie and how they are scaled is nothing."""
     agent, samples = case()
     scaled = samples | {"adv": 3 * samples["adv"] + 5}
+    config = ppo.Config(norm_adv=True, num_minibatches=1)
     for one in (samples, scaled):
-        _, terms = ppo.loss(agent, one, ppo.Config(norm_adv=True), CLIP)
+        (minibatch,) = ppo.shuffled(one, config, alone)
+        _, terms = ppo.loss(agent, minibatch, config, CLIP)
         assert terms["policy_loss"].item() == pytest.approx(-(2.4 - 0.8 - 1.5) / 3 / math.sqrt(2), abs=1e-5)
-    _, terms = ppo.loss(agent, scaled, ppo.Config(norm_adv=False), CLIP)
+    _, terms = ppo.loss(agent, scaled, config, CLIP)
     # 11 x 1.2 (clipped), 2 x 0.6 and 2 x 1.2 (clipped)
     assert terms["policy_loss"].item() == pytest.approx(-(13.2 + 1.2 + 2.4) / 3, abs=1e-5)
 
@@ -152,7 +161,7 @@ def test_before_the_first_step_the_policy_is_the_one_that_acted(env_id: str, val
     assert roll.rows.is_last[:-1].any(), "the case has masked samples"
     with torch.no_grad():
         batch, _ = ppo.samples(agent, roll, config)
-        for minibatch in ppo.shuffled(batch, config):
+        for minibatch in ppo.shuffled(batch, config, alone):
             _, terms = ppo.loss(agent, minibatch, config, CLIP)
             assert terms["log_ratio"].abs().max() < 1e-5
             _, value, _ = agent(minibatch["obs"], minibatch.get("state"), minibatch["is_first"])
@@ -169,16 +178,19 @@ def test_every_sample_is_in_one_minibatch(memory: Any) -> None:
     assert masked.sum() == roll.rows.is_last[:-1].sum() > 0
     assert (batch["adv"][masked] == 0).all()
     batch["number"] = torch.arange(batch["adv"].numel()).view_as(batch["adv"])
-    first, second = ppo.shuffled(batch, config)
+    first, second = ppo.shuffled(batch, config, alone)
     seen = torch.cat([first["number"].flatten(), second["number"].flatten()])
     assert seen.sort()[0].tolist() == list(range(len(seen)))
-    orders = [next(iter(ppo.shuffled(batch, config)))["number"] for _ in range(9)]
+    orders = [next(iter(ppo.shuffled(batch, config, alone)))["number"] for _ in range(9)]
     assert not all(torch.equal(order, first["number"]) for order in orders)
     for part in (first, second):
         at = part["number"].flatten()
-        for key in ("action", "log_prob", "value", "return", "adv", "is_first"):
+        for key in ("action", "log_prob", "value", "return", "is_first"):
             assert torch.equal(part[key].flatten(), batch[key].flatten()[at]), f"{key} left its sample"
         assert torch.equal(part["weight"].flatten() > 0, ~masked.flatten()[at])
+        adv = batch["adv"].flatten()[at][part["weight"].flatten() > 0]
+        expected = (adv - adv.mean()) / adv.std(correction=0)
+        torch.testing.assert_close(part["adv"].flatten()[part["weight"].flatten() > 0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_dict_observations_stay_with_their_sample() -> None:
@@ -188,7 +200,7 @@ def test_dict_observations_stay_with_their_sample() -> None:
         batch, _ = ppo.samples(agent, roll, config)
     flat: Tensor = tree_map(lambda x: x[:-1].flatten(0, 1), roll.rows.obs)["count"]
     assert torch.equal(batch["obs"]["count"], flat)
-    for part in ppo.shuffled(batch, config):
+    for part in ppo.shuffled(batch, config, alone):
         step = part["obs"]["count"][:, 1]
         assert torch.equal(part["obs"]["image"].float(), step.view(-1, 1, 1, 1).expand(-1, 8, 8, 3))
         assert torch.equal(part["is_first"], step == 0)

@@ -126,7 +126,7 @@ def test_compiled_is_eager(env_id: str, values: dict[str, Any], tmp_path: Path, 
     roll = sampler.rollout(agent.act, 6)
     sampler.close()
     with torch.no_grad():
-        minibatch = next(iter(ppo.shuffled(ppo.samples(agent, roll, config)[0], config)))
+        minibatch = next(iter(ppo.shuffled(ppo.samples(agent, roll, config)[0], config, lambda x: x)))
         minibatch["log_prob"] += 0.3 * torch.randn_like(minibatch["log_prob"])  # ratios on both sides of the clip
 
     def run(gradients: Callable[..., Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
@@ -134,7 +134,7 @@ def test_compiled_is_eager(env_id: str, values: dict[str, Any], tmp_path: Path, 
         return gradients(ppo.loss, (agent, tree_map(torch.clone, minibatch), config, 0.2), parameters)
 
     torch._dynamo.reset()
-    eager, as_compiled = run(gradients), run(compiled(gradients, "default"))
+    eager, as_compiled = run(gradients), run(compiled(gradients, "default", torch.device("cpu")))
     torch.testing.assert_close(as_compiled, eager, atol=1e-5, rtol=1e-5)
     assert max(grad.abs().max().item() for grad in eager[0]) > 1e-3
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 0, "one graph, gradients and all"

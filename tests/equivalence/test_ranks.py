@@ -108,7 +108,7 @@ def test_two_ranks_end_with_the_same_weights_and_one_writes(tmp_path: Path, valu
         assert set(second["indices"]) == {2, 3}, "indices and so seeds are global"
     status = json.loads((run_dir / "status.json").read_text())
     assert (status["state"], status["env_steps"]) == ("done", first["env_steps"])
-    assert len(list((run_dir / "checkpoints").iterdir())) == 1
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2, "after the evaluation that was the best, and the last"
     assert len(list((run_dir / "tensorboard").iterdir())) == 1, "rank 0 alone writes"
     assert [x.name for x in tmp_path.iterdir()] == ["run"]
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from flotilla.core.errors import UsageError
 from flotilla.core.types import Obs, Rollout, Row, Spec, State, tree_map
-from flotilla.functional import explained_variance, gae, shares, standardize, weighted_sum
+from flotilla.functional import Mean, balanced, explained_variance, gae, standardize, weighted_mean
 from flotilla.nets.distributions import Distribution, distribution, parameter_size
 from flotilla.nets.encoders import CnnKind, Encoder, ObsNorm, has_image
-from flotilla.nets.layers import Memory, MemoryKind, RewardScale, orthogonal
+from flotilla.nets.layers import Memory, MemoryKind, RewardScale, full, orthogonal
 from flotilla.run import Run
 
 
@@ -88,7 +88,7 @@ class Agent(nn.Module):
     def value(self, obs: Obs, features: Tensor | None = None) -> Tensor:
         """The value, from the features of the policy or, where the critic has its own encoder, without them."""
         features = features if self.critic_encoder is None else self.critic_encoder(obs)
-        return self.critic(features).squeeze(-1)  # type: ignore[no-any-return]
+        return full(self.critic(features).squeeze(-1))
 
     def act(self, row: Row, state: State) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """A draw from the policy; its mode when the module is in eval mode.  Row (N, ...), as it arrives."""
@@ -110,23 +110,22 @@ class Agent(nn.Module):
 def loss(agent: Agent, batch: dict[str, Any], config: Config, clip_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate, the value loss and the entropy bonus (Schulman et al. 2017, eq. 7 and 9).
 
-    Means are over the samples that count: their shares sum to 1.
+    Means are over the samples that count: the weights are 0 for the others, and 1 on average.
     """
-    share = shares(batch["weight"])
+    weight, adv = batch["weight"], batch["adv"]
     policy, value, _ = agent(batch["obs"], batch.get("state"), batch["is_first"])
     log_ratio = policy.log_prob(batch["action"]) - batch["log_prob"]
     ratio = log_ratio.exp()
-    adv = standardize(batch["adv"], share) if config.norm_adv else batch["adv"]
     surrogate = torch.minimum(adv * ratio, adv * ratio.clamp(1 - clip_coef, 1 + clip_coef))
-    policy_loss = -weighted_sum(surrogate, share)
+    policy_loss = -weighted_mean(surrogate, weight)
 
     error = (value - batch["return"]).square()
     if config.clip_vloss:
         clipped = batch["value"] + (value - batch["value"]).clamp(-clip_coef, clip_coef)
         error = torch.maximum(error, (clipped - batch["return"]).square())
-    value_loss = 0.5 * weighted_sum(error, share)
+    value_loss = 0.5 * weighted_mean(error, weight)
 
-    entropy = weighted_sum(policy.entropy(), share)
+    entropy = weighted_mean(policy.entropy(), weight)
     total = policy_loss - config.ent_coef * entropy + config.vf_coef * value_loss
     terms = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "log_ratio": log_ratio}
     return total, {name: x.detach() for name, x in terms.items()}
@@ -135,11 +134,11 @@ def loss(agent: Agent, batch: dict[str, Any], config: Config, clip_coef: float) 
 @torch.no_grad()
 def diagnostics(terms: dict[str, Tensor], weight: Tensor, clip_coef: float) -> dict[str, Tensor]:
     """The metrics of one minibatch; the two estimates of KL(old || new) are k1 and k3 of Schulman 2020."""
-    share, log_ratio = shares(weight), terms.pop("log_ratio")
+    log_ratio = terms.pop("log_ratio")
     ratio = log_ratio.exp()
-    terms["old_approx_kl"] = weighted_sum(-log_ratio, share)
-    terms["approx_kl"] = weighted_sum(ratio - 1 - log_ratio, share)
-    terms["clipfrac"] = weighted_sum(((ratio - 1).abs() > clip_coef).float(), share)
+    terms["old_approx_kl"] = weighted_mean(-log_ratio, weight)
+    terms["approx_kl"] = weighted_mean(ratio - 1 - log_ratio, weight)
+    terms["clipfrac"] = weighted_mean(((ratio - 1).abs() > clip_coef).float(), weight)
     return {f"losses/{name}": x for name, x in terms.items()}
 
 
@@ -193,16 +192,23 @@ def samples(agent: Agent, roll: Rollout, config: Config) -> tuple[dict[str, Any]
         "return": adv_TN + value_TN,
         "weight": (~rows.is_last[:-1]).float(),  # 0 where the action was ignored; shapes stay fixed
     }
-    explained = explained_variance(value_TN, batch["return"], shares(batch["weight"]))
+    explained = explained_variance(value_TN, batch["return"], batch["weight"])
     if config.memory == "none":
         return tree_map(lambda x_TN: x_TN.flatten(0, 1), batch), explained
     return tree_map(lambda x_TN: x_TN.transpose(0, 1), batch) | {"state": roll.first_state}, explained
 
 
-def shuffled(batch: dict[str, Any], config: Config) -> Iterator[dict[str, Any]]:
-    """The samples in a new order, in equal minibatches."""
+def shuffled(batch: dict[str, Any], config: Config, mean: Mean) -> Iterator[dict[str, Any]]:
+    """The samples in a new order, in equal minibatches; their weights and advantages are relative to the minibatch.
+
+    A minibatch has the parts of all ranks: `mean` is over them, so that many ranks learn as one would.
+    """
     order_B = torch.randperm(len(batch["adv"]), device=batch["adv"].device)
-    parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)).unbind(), batch)
+    parts = tree_map(lambda x: torch.unflatten(x[order_B], 0, (config.num_minibatches, -1)), batch)
+    parts["weight"] = balanced(parts["weight"], mean)
+    if config.norm_adv:
+        parts["adv"] = standardize(parts["adv"], parts["weight"], mean)
+    parts = tree_map(lambda x: x.unbind(), parts)
     for m in range(config.num_minibatches):
         yield tree_map(lambda minibatches: minibatches[m], parts)  # noqa: B023
 
@@ -229,10 +235,10 @@ def train(config: Config, run: Run) -> Agent:
 
         # Learn: several passes over the same samples.
         for epoch in range(1, config.update_epochs + 1):  # noqa: B007
-            for minibatch in shuffled(batch, config):
+            for minibatch in shuffled(batch, config, run.mean):
                 terms = opt.step(loss, agent, minibatch, config, clip_coef)
             metrics = diagnostics(terms, minibatch["weight"], clip_coef)
-            if config.target_kl > 0 and run.agree(metrics["losses/approx_kl"] > config.target_kl):
+            if config.target_kl > 0 and run.mean(metrics["losses/approx_kl"]) > config.target_kl:
                 break
 
         run.log(metrics | {"losses/explained_variance": explained, "losses/epochs": epoch})

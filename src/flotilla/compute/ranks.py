@@ -1,4 +1,4 @@
-"""The ranks of a torchrun world, or the one rank of a plain process: reduce, agree, broadcast."""
+"""The ranks of a torchrun world, or the one rank of a plain process: reduce, gather, share."""
 
 from __future__ import annotations
 
@@ -93,12 +93,6 @@ class Ranks:
         if self.world_size > 1:
             self._together(dist.broadcast, x, src=0)
         return x
-
-    def agree(self, flag: bool | Tensor) -> bool:
-        """Whether the flag is set on any rank: a decision that all of them take alike."""
-        if self.world_size == 1:
-            return bool(flag)
-        return bool(self.sum_(torch.as_tensor(flag, dtype=torch.float32)) > 0)
 
     def leave(self, *, together: bool) -> None:
         """Leave the world; `together` waits for the others, who must not lose a peer that is still at work."""

@@ -34,7 +34,10 @@ class RunConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # number format of matrix products and convolutions
     grad_accum_steps: int = 1  # parts in which a batch goes through the network, for memory; the step is the same
     max_skipped_steps: int = 10  # optimizer steps in a row with a gradient that is not finite, before the run ends
-    compile: Literal["none", "default"] = "none"  # torch.compile of losses and their gradients (pays off in long runs)
+    fused_optimizer: bool = True  # one kernel for a whole optimizer step
+    channels_last: bool = True  # images and convolutions with channels as the last dimension in memory
+    pin_memory: bool = True  # page-locked host memory for transfers to a GPU, which then overlap with computation
+    compile: Literal["none", "default", "max", "auto"] = "none"  # torch.compile of losses with their gradients
     eval_every: int = 0  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, on environments of their own
     eval_policy: Literal["mode", "sample"] = "mode"  # an evaluation's action: the most likely, or a draw
@@ -62,6 +65,9 @@ HARMLESS = frozenset(
         "threads",
         "compile",
         "grad_accum_steps",
+        "fused_optimizer",
+        "channels_last",
+        "pin_memory",
         "max_skipped_steps",
         "eval_every",
         "eval_episodes",

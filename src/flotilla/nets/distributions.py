@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flotilla.core.errors import UsageError
+from flotilla.nets.layers import full
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -103,6 +104,7 @@ def parameter_size(space: gym.Space[Any]) -> int:
 
 def distribution(space: gym.Space[Any], parameters: Tensor, log_std: Tensor) -> Distribution:
     """The distribution over `space` with the network's output (..., parameter_size(space))."""
+    parameters = full(parameters)
     if isinstance(space, gym.spaces.Discrete):
         return Categorical(parameters)
     if isinstance(space, gym.spaces.MultiDiscrete):

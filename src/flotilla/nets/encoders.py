@@ -92,7 +92,7 @@ class Impala(nn.Sequential):
 
 
 class ImageEncoder(nn.Module):
-    """A convolutional network on uint8 images (..., C, H, W) or (..., H, W, C): scaled to [0, 1], channels last."""
+    """A convolutional network on uint8 images (..., C, H, W) or (..., H, W, C): scaled to [0, 1]."""
 
     def __init__(self, space: gym.spaces.Box, cnn: CnnKind) -> None:
         super().__init__()
@@ -100,9 +100,6 @@ class ImageEncoder(nn.Module):
         self.channels_first = first < last
         channels, height, width = space.shape if self.channels_first else (last, *space.shape[:2])
         self.net = Impala(channels, height, width) if cnn == "impala" else Strided(cnn, channels, height, width)
-        for layer in self.net.modules():
-            if isinstance(layer, nn.Conv2d):
-                layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
         self.output_dim = self.net.output_dim
 
     def forward(self, image: Tensor) -> Tensor:
@@ -110,7 +107,11 @@ class ImageEncoder(nn.Module):
         x = image.flatten(0, -4) if len(leading) > 1 else image
         if not self.channels_first:
             x = x.movedim(-1, -3)
-        x = x.to(torch.float32, memory_format=torch.channels_last).mul_(1 / 255)
+        weight = self.net[0].weight
+        assert isinstance(weight, Tensor)
+        last = weight.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        x = x.to(torch.float32, memory_format=layout).mul_(1 / 255)
         features: Tensor = self.net(x)
         return features.unflatten(0, leading) if len(leading) > 1 else features  # type: ignore[no-untyped-call]
 
@@ -176,6 +177,6 @@ def _box(space: gym.Space[Any]) -> gym.spaces.Box:
 
 
 def _flatten(x: Tensor, rank: int) -> Tensor:
-    """The last `rank` dimensions as one, in float32."""
+    """The last `rank` dimensions as one, as numbers of the default type."""
     x = x.unsqueeze(-1) if rank == 0 else x if rank == 1 else x.flatten(-rank)
-    return x.float()
+    return x.to(torch.get_default_dtype())

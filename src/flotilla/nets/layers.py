@@ -28,6 +28,11 @@ def orthogonal(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
     return layer
 
 
+def full(x: Tensor) -> Tensor:
+    """A network's output for a loss: half precision becomes single, what is more precise stays as it is."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 class Mlp(nn.Module):
     """Hidden layers, each followed by the activation; input (..., D), output (..., hidden_sizes[-1])."""
 
@@ -96,6 +101,7 @@ class Memory(nn.Module):
         """Features (B, T, size) and the state after the last step (B, S)."""
         if self.cell is None:
             return x_BTD, state_BS
+        x_BTD = full(x_BTD)  # as is the state, which lasts
         keep_BT = (~is_first_BT).to(x_BTD.dtype)
         outputs = []
         # A copy with time first: from slices of a (B, T, D) tensor, torch 2.13's compiler silently loses most of the

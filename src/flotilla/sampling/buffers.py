@@ -18,11 +18,11 @@ from flotilla.sampling.base import RowArrays, pairs
 class Buffers:
     """T + 1 rows and T actions: on the host, where backends write, and on the device, where networks read."""
 
-    def __init__(self, spec: Spec, groups: Sequence[slice], num_steps: int, device: torch.device) -> None:
+    def __init__(self, spec: Spec, groups: Sequence[slice], num_steps: int, device: torch.device, *, pin: bool) -> None:
         self.num_steps, self._groups = num_steps, groups
         self._num_envs = num_envs = groups[-1].stop
         self._on_host = device.type == "cpu"
-        pin, leading = device.type == "cuda", (num_steps + 1, num_envs)
+        leading = (num_steps + 1, num_envs)
         self.host = zeros(spec, *leading, pin=pin)
         self.rows = self.host if self._on_host else Row(*(tree_map(lambda x: x.to(device), part) for part in self.host))
         self.action: Tensor = _zeros((num_steps, num_envs), spec.action_space).to(device)

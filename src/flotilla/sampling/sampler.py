@@ -32,7 +32,7 @@ class Sampler:
     `env_steps` counts steps that the policy chose (not the ignored ones after an episode's last row);
     `seconds` says where the time went; whole episodes and restarts are collected until they are drained.
     first_ready: act for so many environments at once, as they come (worker processes only); 0: for all, or by groups.
-    env_ids: of each environment, where they differ.
+    env_ids: of each environment, where they differ.  pin_memory: page-locked buffers, where the device is a GPU.
     """
 
     def __init__(
@@ -43,12 +43,14 @@ class Sampler:
         *,
         first_ready: int = 0,
         env_ids: Sequence[str] = (),
+        pin_memory: bool = True,
     ) -> None:
         self.spec: Spec = backend.spec
         self.num_envs = backend.num_envs
         self.env_steps = 0
         self.seconds = {"env": 0.0, "inference": 0.0}
         self._backend, self._device, self._first = backend, device, first_env_index
+        self._pin = pin_memory and device.type == "cuda"
         self._batch, self._env_ids = first_ready, env_ids if len(set(env_ids)) > 1 else ()
         self._episodes: list[Episode] = []
         self._restarts: list[Restarted] = []
@@ -242,7 +244,7 @@ class Sampler:
         """The buffers with row 0 filled: by a reset at the start, else by the last row of the rollout before."""
         old = self._buffers
         if old is None or old.num_steps != num_steps:
-            self._buffers = Buffers(self.spec, self._backend.groups, num_steps, self._device)
+            self._buffers = Buffers(self.spec, self._backend.groups, num_steps, self._device, pin=self._pin)
         buffers = self._buffers
         assert buffers is not None
         if self._first_row is not None:
