@@ -49,7 +49,7 @@ def flotilla(work: Work, threads: int, compile: Literal["none", "default"] = "no
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
     from flotilla.algorithms import ppo
     from flotilla.core.config import RunConfig
-    from flotilla.run import train
+    from flotilla.commands import train
     from flotilla.sampling.sampler import Sampler
 
     marks: list[tuple[float, int]] = []

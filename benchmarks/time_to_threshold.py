@@ -28,7 +28,7 @@ def flotilla(seed: int) -> tuple[float, int]:
     from flotilla.core.presets import apply
     from flotilla.core.types import Episode
     from flotilla.monitor.monitor import Monitor
-    from flotilla.run import train
+    from flotilla.commands import train
 
     returns: list[float] = []
     reached: list[tuple[float, int]] = []

@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flotilla.algorithms import ppo
 from flotilla.compute import checkpoint
+from flotilla.compute.checkpoint import Checkpoints, Snapshot
 from flotilla.compute.optimizer import Optimizer
 from flotilla.compute.ranks import Ranks
 from flotilla.core.errors import UsageError
 from flotilla.core.types import Spec
 
 
+def snapshot(step: int, value: float | None = None, size: int = 4) -> Snapshot:
+    model = {"weight": torch.full((size,), float(step) if value is None else value)}
+    return Snapshot(step, model, {"opt.step": torch.ones(())}, {"env_steps": step})
+
+
 def save(root: Path, step: int, keep_last: int = 9) -> Path:
-    model = {"weight": torch.full((4,), float(step))}
-    return checkpoint.save(root, step, model, {"opt.step": torch.ones(())}, {"env_steps": step}, keep_last)
+    return checkpoint.write(root, snapshot(step), keep_last=keep_last)
 
 
 def steps(root: Path) -> list[float]:
@@ -76,7 +91,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     agent = ppo.Agent(Spec(space, gym.spaces.Discrete(2)), ppo.Config(memory="lstm"))
     opt = Optimizer(agent.parameters(), 0.1, clip=0.0, eps=1e-5, ranks=Ranks())
     opt.step(lambda: (sum((p.square().sum() for p in agent.parameters()), torch.zeros(())), {}))
-    path = checkpoint.save(tmp_path, 7, agent.state_dict(), opt.state_dict(), {"env_steps": 7})
+    path = checkpoint.write(tmp_path, Snapshot(7, agent.state_dict(), opt.state_dict(), {"env_steps": 7}))
     loaded = checkpoint.load_model(path)
     assert loaded.keys() == agent.state_dict().keys()
     assert all(torch.equal(x, loaded[key]) for key, x in agent.state_dict().items())
@@ -109,7 +124,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, step: int) -> N
     save(tmp_path, 1), save(tmp_path, 2)
     before = names(tmp_path)
     with pytest.raises(TypeError, match="JSON"):
-        checkpoint.save(tmp_path, step, {"weight": torch.zeros(4)}, {}, {"env_steps": object()})
+        checkpoint.write(tmp_path, Snapshot(step, {"weight": torch.zeros(4)}, {}, {"env_steps": object()}))
     assert names(tmp_path) == before
     assert steps(tmp_path) == [1, 2]
 
@@ -139,7 +154,7 @@ def test_damaged_ones_do_not_push_out_whole_ones(tmp_path: Path) -> None:
 
 def test_a_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    checkpoint.save(tmp_path, 1, {"weight": torch.full((4,), 9.0)}, {}, {})
+    checkpoint.write(tmp_path, snapshot(1, 9.0))
     assert steps(tmp_path) == [9]
 
 
@@ -147,3 +162,166 @@ def test_there_is_none(tmp_path: Path) -> None:
     assert checkpoint.valid(tmp_path / "missing") == []
     with pytest.raises(UsageError, match=r"no valid checkpoint in .*--run-dir"):
         checkpoint.newest(tmp_path / "checkpoints")
+
+
+def test_the_best_one_stays(tmp_path: Path) -> None:
+    for step, score in enumerate([1.0, 7.0, None, 3.0, float("nan"), float("inf")]):
+        checkpoint.write(tmp_path, snapshot(step), keep_last=1, score=score)
+    assert steps(tmp_path) == [1, 5]
+    best = checkpoint.best(tmp_path)
+    assert best is not None
+    assert best.name == "step_000000000001"
+    assert checkpoint.newest(tmp_path).name == "step_000000000005"
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    cut(tmp_path / "step_000000000003")
+    (tmp_path / "step_000000000002" / "counters.json").unlink()
+    path, words = checkpoint.find(tmp_path)
+    assert path == tmp_path / "step_000000000001"
+    assert len(words) == 2
+    assert "step_000000000003 is damaged and not used: trainer.safetensors (" in words[0]
+    assert "step_000000000002 is damaged and not used: counters.json: No such file or directory" in words[1]
+    later = json.loads((path / "manifest.json").read_text()) | {"schema": 99}
+    (path / "manifest.json").write_text(json.dumps(later))
+    path, words = checkpoint.find(tmp_path)
+    assert path is None
+    assert "schema 99, and this version reads 1" in words[-1]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.safetensors", "counters.json", "manifest.json"])
+def test_a_file_torn_anywhere_never_loses_the_one_before(tmp_path: Path, name: str) -> None:
+    """Cut after no byte, one, in and after the length of the header, in it, at its end, in the first and last value."""
+    save(tmp_path, 1)
+    last = save(tmp_path, 2)
+    whole = (last / name).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little") if name.endswith("safetensors") else len(whole) // 2
+    for size in {0, 1, 7, 8, 9, header // 2, header - 1, header, header + 1, len(whole) - 1}:
+        if size >= len(whole):
+            continue
+        (last / name).write_bytes(whole[:size])
+        path, words = checkpoint.find(tmp_path)
+        assert path == tmp_path / "step_000000000001", f"{name} of {size} bytes"
+        assert len(words) == 1
+        assert checkpoint.load(path).model["weight"].tolist() == [1.0] * 4
+    for at in {0, 7, 8, header - 1, header, len(whole) - 1} & set(range(len(whole))):
+        (last / name).write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        found, _ = checkpoint.find(tmp_path)
+        if name != "manifest.json":  # of which a bit may be one of a space, or of the score
+            assert found == tmp_path / "step_000000000001"
+    (last / name).write_bytes(whole)
+    assert checkpoint.find(tmp_path) == (last, [])
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from flotilla.compute.checkpoint import Snapshot, write
+root, first = Path(sys.argv[1]), int(sys.argv[2])
+for n in range(first, 10**6):
+    step = n // 2  # every step twice: a new one, and one in place of another
+    model = {"weight": torch.full((20_000,), float(step)), "half": torch.ones(999)}
+    write(root, Snapshot(step, model, {}, {"n": n}), keep_last=1, score=float(-n))
+    print(n, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
+    draw, first = random.Random(0), 0
+    for _ in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(first)], stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(draw.randint(1, 6)):
+                first = int(process.stdout.readline())
+            time.sleep(draw.uniform(0, 0.02))
+            process.kill()
+            first = max([first, *map(int, process.stdout.read().split())])
+        path, _ = checkpoint.find(tmp_path)
+        assert path is not None
+        found = checkpoint.load(path)
+        assert first <= found.counters["n"] <= first + 1, "what was said to be written is there"
+        assert found.model["weight"].unique().tolist() == [found.counters["n"] // 2]
+        first += 1
+
+
+class TestInTheBackground:
+    """`Checkpoints`, which writes in a thread."""
+
+    def test_it_holds_what_was_there_when_it_was_taken(self, tmp_path: Path) -> None:
+        kept = Checkpoints(tmp_path, keep_last=2)
+        flat = torch.arange(1_000_000.0)
+        parts = {"a": flat[:10], "b": flat[10:].view(2, -1)}
+        for step in (1, 2, 3):
+            flat.fill_(step)
+            kept.save(Snapshot(step, parts, {"flat": flat}, {"step": step}))
+            flat.fill_(-1.0)
+        assert kept.wait() == ""
+        assert [path.name[-1] for path in checkpoint.valid(tmp_path)] == ["2", "3"]
+        for path in checkpoint.valid(tmp_path):
+            found = checkpoint.load(path)
+            values = torch.cat([*(x.flatten() for x in found.model.values()), found.trainer["flat"]]).unique()
+            assert values.tolist() == [found.step] == [found.counters["step"]]
+
+    @pytest.mark.parametrize("trouble", ["a file in the way", "no space"])
+    def test_what_goes_wrong_is_told_once_and_costs_nothing(self, tmp_path: Path, trouble: str) -> None:
+        root = tmp_path / "checkpoints"
+        kept = Checkpoints(root, keep_last=2)
+        kept.save(snapshot(1))
+        assert kept.wait() == ""
+        if trouble == "no space":
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            try:
+                kept.save(snapshot(2, size=10_000))
+                problem = kept.wait()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+                signal.signal(signal.SIGXFSZ, before)
+        else:
+            os.rename(root, tmp_path / "elsewhere")
+            root.touch()
+            kept.save(snapshot(2))
+            problem = kept.wait()
+            root.unlink()
+            os.rename(tmp_path / "elsewhere", root)
+        assert problem.startswith("the checkpoint of step 2 could not be written (")
+        assert kept.wait() == ""
+        assert steps(root) == [1]
+        assert names(root) == ["step_000000000001"]
+        kept.save(snapshot(3))
+        assert kept.wait() == ""
+        assert steps(root) == [1, 3]
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=9).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+        max_size=5,
+    )
+)
+def test_every_kind_of_tensor_comes_back(tmp_path_factory: pytest.TempPathFactory, kinds: dict[str, Any]) -> None:
+    tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in kinds.items()}
+    path = checkpoint.write(tmp_path_factory.mktemp("round"), Snapshot(1, tensors, tensors, {}))
+    found = checkpoint.load(path)
+    for part in (found.model, found.trainer):
+        assert part.keys() == tensors.keys()
+        assert all(x.dtype == tensors[name].dtype and torch.equal(x, tensors[name]) for name, x in part.items())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,6 +25,7 @@ MODEL, TRAINER, COUNTERS, MANIFEST = (
     "counters.json",
     "manifest.json",
 )
+SCHEMA = 1  # of the directory; a later version of this file reads it, an earlier one refuses it
 
 
 @dataclass(frozen=True)
@@ -35,74 +39,129 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of a run."""
+    """The checkpoints of a run: copied to the host while training waits, written while it goes on.
+
+    The newest `keep_last` stay, and the one with the highest score.
+    """
 
     def __init__(self, root: Path, *, keep_last: int = 2) -> None:
         self._root, self._keep_last, self._problem = root, keep_last, ""
+        self._writer: threading.Thread | None = None
 
     def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
-        try:
-            save(self._root, snapshot.step, snapshot.model, snapshot.trainer, snapshot.counters, self._keep_last)
-        except OSError as error:
-            self._problem = f"checkpoint of step {snapshot.step} cannot be written: {error.strerror}"
+        """Take what is there now; waits for the checkpoint before to be written."""
+        self._join()
+        taken = Snapshot(
+            snapshot.step,
+            {key: _host(x) for key, x in snapshot.model.items()},
+            {key: _host(x) for key, x in snapshot.trainer.items()},
+            json.loads(json.dumps(snapshot.counters)),
+        )
+        # No daemon: an interpreter that ends waits until the checkpoint is whole.
+        self._writer = threading.Thread(target=self._write, args=(taken, score), name="checkpoint")
+        self._writer.start()
 
     def wait(self) -> str:
+        """Until what was taken is on disk; in words why it could not be written, once, else empty."""
+        self._join()
         problem, self._problem = self._problem, ""
         return problem
 
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _write(self, snapshot: Snapshot, score: float | None) -> None:
+        try:
+            write(self._root, snapshot, keep_last=self._keep_last, score=score)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._problem = (
+                f"the checkpoint of step {snapshot.step:,} could not be written ({reason}); earlier ones stay"
+            )
+        except SafetensorError as error:  # what its own writing fails with
+            self._problem = (
+                f"the checkpoint of step {snapshot.step:,} could not be written ({error}); earlier ones stay"
+            )
+
+
+def write(root: Path, snapshot: Snapshot, *, keep_last: int = 2, score: float | None = None) -> Path:
+    """Write `root`/step_<step> through a temporary directory and a rename, and drop what need not stay."""
+    target = root / f"step_{snapshot.step:012d}"
+    temporary, aside = root / f".{target.name}.{os.getpid()}.tmp", root / f"{target.name}.old"
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(".step_*.tmp"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        for name, tensors in ((MODEL, snapshot.model), (TRAINER, snapshot.trainer)):
+            save_file({key: _host(x) for key, x in tensors.items()}, temporary / name)
+        (temporary / COUNTERS).write_text(json.dumps(snapshot.counters, indent=1))
+        manifest = {"schema": SCHEMA, "step": snapshot.step, "score": score, "sha256": _hashes(temporary)}
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for file in [*temporary.iterdir(), temporary]:
+            _sync(file)
+        if target.exists():
+            # Under its other name the old one counts as well, should this process be killed between the two renames.
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+        temporary.rename(target)
+        _sync(root)
+        shutil.rmtree(aside, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    _prune(root, keep_last)
+    return target
+
+
+def _host(x: Tensor) -> Tensor:
+    """A copy on the host of its own, as weights may be parts of one large tensor."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+def _prune(root: Path, keep_last: int) -> None:
+    found = valid(root)
+    top = best(root)
+    for old in found[:-keep_last]:
+        if old != top:
+            shutil.rmtree(old)
+
+
+def best(root: Path) -> Path | None:
+    """The checkpoint with the highest score; the later one of equals."""
+    scores = [(_manifest(path)["score"], path) for path in valid(root)]
+    scored = [(score, path) for score, path in scores if score is not None and math.isfinite(score)]
+    return max(scored)[1] if scored else None
+
 
 def find(root: Path) -> tuple[Path | None, list[str]]:
-    found = valid(root)
-    newest = found[-1] if found else None
-    damaged = [p for p in sorted(root.glob("step_*")) if not _is_whole(p) and (newest is None or p > newest)]
-    return newest, [f"checkpoint {path} is damaged" for path in damaged]
+    """The newest checkpoint that is whole, and a sentence about each newer one that is not."""
+    words: list[str] = []
+    for path in sorted(root.glob("step_*"), reverse=True):
+        damage = damage_of(path)
+        if not damage:
+            return path, words
+        words.append(f"{path} is damaged and not used: {damage}")
+    return None, words
 
 
 def load(path: Path) -> Snapshot:
+    """Everything in a checkpoint, on the host; UsageError where it is none or damaged."""
     model = load_model(path)
     counters = json.loads((path / COUNTERS).read_text())
-    return Snapshot(int(path.name[5:]), model, _read(path / TRAINER), counters)
-
-
-def save(
-    root: Path,
-    step: int,
-    model: Mapping[str, Tensor],
-    trainer: Mapping[str, Tensor],
-    counters: Mapping[str, Any],
-    keep_last: int = 2,
-) -> Path:
-    """Write `root`/step_<step> through a temporary directory and a rename; older ones beyond `keep_last` go."""
-    target = root / f"step_{step:012d}"
-    temporary = root / f".{target.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        for name, tensors in ((MODEL, model), (TRAINER, trainer)):
-            save_file({key: x.detach().cpu().contiguous() for key, x in tensors.items()}, temporary / name)
-        (temporary / COUNTERS).write_text(json.dumps(counters, indent=1))
-        (temporary / MANIFEST).write_text(json.dumps(_hashes(temporary), indent=1))
-        for file in temporary.iterdir():
-            _sync(file)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        _sync(root)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    for old in valid(root)[:-keep_last]:
-        shutil.rmtree(old)
-    return target
+    return Snapshot(_manifest(path)["step"], model, _read(path / TRAINER), counters)
 
 
 def valid(root: Path) -> list[Path]:
     """The checkpoints in `root` whose files are what their manifest says, oldest first."""
-    return [path for path in sorted(root.glob("step_*")) if _is_whole(path)]
+    return [path for path in sorted(root.glob("step_*")) if not damage_of(path)]
 
 
 def load_model(path: Path) -> dict[str, Tensor]:
     """The weights and statistics of a checkpoint; UsageError where it is none or damaged."""
-    if not _is_whole(path):
-        raise UsageError(f"'{path}' is no whole checkpoint (a file is missing or differs from its manifest)")
+    if damage := damage_of(path):
+        raise UsageError(f"'{path}' is no whole checkpoint: {damage}")
     return _read(path / MODEL)
 
 
@@ -114,11 +173,28 @@ def newest(root: Path) -> Path:
     return found[-1]
 
 
-def _is_whole(path: Path) -> bool:
+def damage_of(path: Path) -> str:
+    """What is wrong with a checkpoint, in words; empty where it is whole."""
     try:
-        return bool(json.loads((path / MANIFEST).read_text()) == _hashes(path))
-    except (OSError, ValueError):
-        return False
+        manifest = _manifest(path)
+        hashes = manifest["sha256"]
+        if manifest["schema"] != SCHEMA:
+            return f"{MANIFEST} has schema {manifest['schema']}, and this version reads {SCHEMA}"
+        for name, found in _hashes(path).items():
+            if hashes[name] != found:
+                return f"{name} ({(path / name).stat().st_size:,} bytes) is not what {MANIFEST} says"
+    except OSError as error:
+        return f"{Path(error.filename or path).name}: {error.strerror}"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    return ""
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    content = json.loads((path / MANIFEST).read_text())
+    if not isinstance(content, dict):
+        raise TypeError(content)
+    return content
 
 
 def _read(file: Path) -> dict[str, Tensor]:
