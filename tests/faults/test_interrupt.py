@@ -49,8 +49,16 @@ def status(run_dir: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_one_signal_ends_with_results(tmp_path: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 75, "preempted"),
+        (signal.SIGUSR1, 75, "preempted"),
+        (signal.SIGUSR2, 75, "preempted"),
+    ],
+)
+def test_one_signal_ends_with_results(tmp_path: Path, number: signal.Signals, code: int, state: str) -> None:
     run_dir = tmp_path / "run"
     with training(run_dir) as process:
         wait_for(process, run_dir / "metrics.jsonl")
@@ -59,7 +67,7 @@ def test_one_signal_ends_with_results(tmp_path: Path, number: signal.Signals, co
     assert ended == code, out
     assert "Traceback" not in out
     found = status(run_dir)
-    assert (found["state"], found["message"]) == ("interrupted", number.name)
+    assert (found["state"], found["message"]) == (state, number.name)
     assert found["env_steps"] > 0
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
     path = checkpoint.newest(run_dir / "checkpoints")

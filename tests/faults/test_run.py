@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from flotilla import cli
-from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from flotilla.compute import checkpoint
+from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_USAGE
 
 BASE = "--preset none --backend sync --dashboard none --device cpu --threads 1 --eval-episodes 1 --num-envs 2"
 
@@ -59,6 +61,11 @@ class Hanging(Fragile):
             before.touch()
             time.sleep(60)
 
+class Blowup(Fragile):
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, 1e30 if self.t > 40 else 0.0, *rest
+
 class Buttons(Fragile):
     action_space = spaces.MultiBinary(3)
 
@@ -67,7 +74,7 @@ class Words(Fragile):
 
 for name, kind, more in (
     ("Step", Fragile, {"fail_at": 20}), ("Reset", Fragile, {"in_reset": True}), ("Whole", Fragile, {}),
-    ("Hang", Hanging, {"fail_at": 20}),
+    ("Hang", Hanging, {"fail_at": 20}), ("Blowup", Blowup, {}),
     ("Buttons", Buttons, {}), ("Words", Words, {}),
 ):
     gym.register(f"{name}-v0", entry_point=kind, kwargs=more)
@@ -159,7 +166,7 @@ def test_a_directory_with_something_in_it_is_left_alone(capsys: pytest.CaptureFi
     Path("file").write_text("mine, too")
     for name in ("run", "file"):
         assert train("--run-dir", name) == EXIT_USAGE
-        assert f"run_dir '{name}' exists and is not empty" in capsys.readouterr().err
+        assert f"run_dir '{name}' exists and is no run" in capsys.readouterr().err
     assert [path.name for path in Path("run").iterdir()] == ["thesis.txt"]
     assert Path("file").read_text() == "mine, too"
 
@@ -184,19 +191,40 @@ def test_a_run_has_what_the_documentation_says_and_handlers_are_put_back() -> No
     assert found["eval"]["episodes"] == 1
 
 
-def test_a_checkpoint_that_cannot_be_written_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """A file is in the way of the directory, as a full disk would be: nobody is told that all went well."""
-    from flotilla.compute import checkpoint
-
-    def in_the_way(*arguments: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", in_the_way)
-        assert train("--run-dir", "run", "--checkpoint-every", "128") == EXIT_FAILED
-    assert "No space left on device" in status("run")["message"]
+def test_a_checkpoint_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """No file may grow: training goes on, at its end nobody is told that all went well, and what was good stays."""
+    short = ["--run-dir", "run", "--checkpoint-every", "128", "--dashboard", "plain"]
+    assert train(*short, "--time-limit", "0.001") == EXIT_PREEMPTED
+    (before,) = checkpoint.valid(Path("run/checkpoints"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        assert train(*short, "--time-limit", "0") == EXIT_FAILED
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    said = capsys.readouterr().out
+    assert said.count("could not be written (") >= 3, "each one is told"
     assert status("run")["state"] == "failed"
-    assert list(Path("run/checkpoints").iterdir()) == []
+    assert checkpoint.valid(Path("run/checkpoints")) == [before]
+    assert train(*short, "--time-limit", "0") == EXIT_DONE
+    assert checkpoint.newest(Path("run/checkpoints")) > before
+
+
+def test_a_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    assert train("--run-dir", "file/run") == EXIT_USAGE
+    assert "run_dir 'file/run' cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*Overriding environment:UserWarning")
+def test_training_that_diverges_says_what_became_infinite(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--env-id", "users_own:Blowup-v0", "--run-dir", "run", "--max-skipped-steps", "2", "--dashboard", "plain"]
+    assert train(*flags) == EXIT_FAILED
+    said = capsys.readouterr().out
+    assert "training diverged: value_loss not finite in" in said
+    assert status("run")["state"] == "failed"
 
 
 RESTARTS = "--backend workers --num-workers 1 --max-env-restarts"
