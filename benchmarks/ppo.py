@@ -48,8 +48,8 @@ def flotilla(work: Work, threads: int, compile: Literal["none", "default"] = "no
     """Environment steps per second, the ignored steps between episodes not counted."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
     from flotilla.algorithms import ppo
-    from flotilla.core.config import RunConfig
     from flotilla.commands import train
+    from flotilla.core.config import RunConfig
     from flotilla.sampling.sampler import Sampler
 
     marks: list[tuple[float, int]] = []

@@ -24,11 +24,11 @@ THRESHOLD, EPISODES = 475.0, 20
 def flotilla(seed: int) -> tuple[float, int]:
     """Seconds and environment steps at which the threshold was reached."""
     from flotilla.algorithms import ppo
+    from flotilla.commands import train
     from flotilla.core.config import RunConfig
     from flotilla.core.presets import apply
     from flotilla.core.types import Episode
     from flotilla.monitor.monitor import Monitor
-    from flotilla.commands import train
 
     returns: list[float] = []
     reached: list[tuple[float, int]] = []

@@ -23,7 +23,7 @@ from flotilla.envs.profile import Profile, profile
 from flotilla.evaluation import options_of
 from flotilla.run import check
 from flotilla.sampling import autotune
-from flotilla.sampling.autotune import ENVS_PER_CORE, WINDOWS, Say, Trial
+from flotilla.sampling.autotune import ENVS_PER_CORE, WINDOWS, Rate, Say, Trial
 
 GYMNASIUM = ("gymnasium-sync", "gymnasium-async")
 TUNE_S = 1.0  # for each way that `auto` tries
@@ -89,12 +89,13 @@ class Sampling:
         if not self._ours and not config.num_envs:
             raise UsageError("num_envs=auto needs one of Flotilla's backends beside Gymnasium's: give a number")
         self._config, self._seconds = config, seconds
+        self._options = options_of(config, training=True)
         self._trials: list[Trial] = []
 
     def alone(self, say: Say) -> list[tuple[str, str]]:
         """One environment, measured in a process of its own, in words."""
         say(f"measuring {self._config.env_id} alone")
-        self._one = one = profile(self._config.env_id, options_of(self._config, training=True))
+        self._one = one = profile(self._config.env_id, self._options)
         low, high = (count * machine().cores for count in ENVS_PER_CORE)
         return [
             ("step", f"{one.step_mean_us:,.1f} us (deviation {one.step_std_us:,.1f}, longest {one.step_max_us:,.0f})"),
@@ -106,24 +107,44 @@ class Sampling:
         ]
 
     def trials(self, say: Say, skip: Say) -> Iterator[Trial]:
-        """Each backend as it is measured: Flotilla's, then Gymnasium's with as many environments as their fastest."""
-        options = options_of(self._config, training=True)
+        """What was measured: Flotilla's backends, then Gymnasium's with as many environments as their fastest.
+
+        With a number of environments all of them take turns, so that what else the machine does falls on each.
+        """
         ways = autotune.proposals(self._config, machine(), self._one, self._ours) if self._ours else []
-        for trial in autotune.trials(ways, options, self._seconds, say, None if self._named else skip):
-            self._trials.append(trial)
-            yield trial
+        rivals = [way[0] for way in ways]
+        if not self._config.num_envs:
+            rivals = []
+            for trial in autotune.trials(ways, self._options, self._seconds, say, None if self._named else skip):
+                self._trials.append(trial)
+                yield trial
         num_envs = self._config.num_envs or autotune.fastest(self._trials).num_envs
         for name in self._gymnasium:
-            say(f"measuring {name} with {num_envs} environments")
-            try:
-                trial = _gymnasium(name, replace(self._config, num_envs=num_envs), options, self._seconds)
-            except UsageError as error:
-                if self._named:
-                    raise
-                skip(f"skipped {name}: {error}")
-                continue
+            workers = num_envs if name == "gymnasium-async" else 0
+            rivals.append(replace(self._config, backend=name, num_envs=num_envs, num_workers=workers))  # type: ignore[arg-type]
+        for trial in self._in_turns(rivals, say, skip):
             self._trials.append(trial)
             yield trial
+
+    def _in_turns(self, rivals: Sequence[RunConfig], say: Say, skip: Say) -> list[Trial]:
+        """Those of them that can, each by the median of some windows of its own."""
+        able: list[tuple[RunConfig, Rate]] = []
+        with contextlib.ExitStack() as stack:
+            for config in rivals:
+                say(f"starting {config.backend} with {config.num_envs} environments")
+                door = _gymnasium if config.backend in GYMNASIUM else autotune.opened
+                try:
+                    able.append((config, stack.enter_context(door(config, self._options))))
+                except UsageError as error:
+                    if self._named:
+                        raise
+                    skip(f"skipped {config.backend}: {error}")
+            windows: list[list[float]] = []
+            for turn in range(WINDOWS):
+                say(f"measuring, turn {turn + 1} of {WINDOWS}")
+                windows.append([rate(self._seconds / WINDOWS) for _, rate in able])
+        rates = map(statistics.median, zip(*windows, strict=True))
+        return [Trial.of(config, self._options, rate) for (config, _), rate in zip(able, rates, strict=True)]
 
     def table(self) -> Table:
         return table(self._trials)
@@ -166,8 +187,10 @@ def _with(config: RunConfig, choice: Trial) -> RunConfig:
     return replace(config, backend=choice.backend, num_envs=choice.num_envs, num_workers=choice.num_workers)  # type: ignore[arg-type]
 
 
-def _gymnasium(name: str, config: RunConfig, options: EnvOptions, seconds: float) -> Trial:
-    """Gymnasium's vector classes as they come, over the same environments, by Gymnasium's own measure."""
+@contextlib.contextmanager
+def _gymnasium(config: RunConfig, options: EnvOptions) -> Iterator[Rate]:
+    """One of Gymnasium's vector classes as it comes, over the same environments, by Gymnasium's own measure."""
+    name = str(config.backend)
     try:
         from gymnasium.utils.performance import benchmark_vector_step
     except ImportError as error:
@@ -181,9 +204,4 @@ def _gymnasium(name: str, config: RunConfig, options: EnvOptions, seconds: float
         batches = autotune.action_batches(envs.single_action_space, config.num_envs, config.seed)
         # What samples actions is timed there; here it is a look-up, on both sides.
         setattr(envs.action_space, "sample", itertools.cycle(batches).__next__)  # noqa: B010 (mypy: a method)
-        rates = [
-            benchmark_vector_step(envs, seconds / WINDOWS, config.seed)  # type: ignore[arg-type]
-            for _ in range(WINDOWS)
-        ]
-    workers = config.num_envs if name == "gymnasium-async" else 0
-    return Trial.of(replace(config, num_workers=workers), options, statistics.median(rates), backend=name)
+        yield lambda seconds: benchmark_vector_step(envs, seconds, config.seed)  # type: ignore[arg-type]

@@ -274,15 +274,15 @@ def _configure(command: str, description: str, arguments: list[str]) -> _Asked:
 
     The flags are read twice: once to learn the presets and the environment, and once on top of the presets.
     """
-    from flotilla import rundir
-
     algorithm, *tokens = arguments or [""]
-    if command == "train" and algorithm.startswith("--") and (given := value_of("--run-dir", arguments)):
-        algorithm, tokens = rundir.algorithm_of(Path(given)), arguments
     if algorithm in ("-h", "--help"):
         print(f"usage: flotilla {command} <algorithm> [options]\n\n{description}\n")
         print(f"<algorithm> is one of: {', '.join(ALGORITHMS)}. After it, --help lists its flags.")
         raise SystemExit(EXIT_DONE)
+    from flotilla import rundir
+
+    if command == "train" and algorithm.startswith("--") and (given := value_of("--run-dir", arguments)):
+        algorithm, tokens = rundir.algorithm_of(Path(given)), arguments
     if not algorithm or algorithm.startswith("-"):
         raise UsageError(f"{command} needs an algorithm first (flotilla {command} {'|'.join(ALGORITHMS)} ...)")
     bare = load("algorithm", ALGORITHMS, algorithm).Config()

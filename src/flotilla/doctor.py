@@ -18,12 +18,12 @@ from typing import Literal
 import psutil
 import torch
 
+from flotilla.core.limits import cpu_limit, free_memory_bytes, memory_limit_bytes, pids_limit
 from flotilla.envs.make import installed_suites
 from flotilla.sampling import autotune
 from flotilla.sampling.autotune import Machine
 
 GIB = 2**30
-CGROUPS = Path("/sys/fs/cgroup")
 SHM_BYTES = GIB // 4  # a container's usual 64 MiB hold neither image batches nor a data loader
 OPEN_FILES = 1024  # a usual soft limit; 256, as on some systems, holds few dozens of workers
 FREE_PROCESSES, PROCESSES_PER_CORE = 256, 16  # torch alone starts a pool of threads or two per core
@@ -48,14 +48,13 @@ def examine() -> list[Finding]:
 
 def machine() -> Machine:
     """What environments may use here."""
-    memory, limit = psutil.virtual_memory(), memory_limit_bytes()
-    cores = len(os.sched_getaffinity(0))
-    models = re.findall(r"^model name\s*: (.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    cores, info = len(os.sched_getaffinity(0)), Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
     return Machine(
         cpu=models[0] if models else platform.machine(),
         cores=max(1, int(min(cores, cpu_limit() or cores))),
-        memory_bytes=limit or memory.total,
-        free_bytes=min(memory.available, limit or memory.available),
+        memory_bytes=memory_limit_bytes() or psutil.virtual_memory().total,
+        free_bytes=free_memory_bytes(),
     )
 
 
@@ -117,12 +116,11 @@ def _count(limit: int) -> str:
 
 
 def _memory() -> list[Finding]:
-    machine = psutil.virtual_memory()
-    limit = memory_limit_bytes()
-    found = f"{machine.available / GIB:.1f} GiB free of {machine.total / GIB:.1f}"
+    free, limit = free_memory_bytes(), memory_limit_bytes()
+    found = f"{free / GIB:.1f} GiB free of {psutil.virtual_memory().total / GIB:.1f}"
     if limit is not None:
         found += f", the cgroup grants {limit / GIB:.1f}"
-    low = min(machine.available, limit or machine.available) < MEMORY_BYTES
+    low = free < MEMORY_BYTES
     fix = f"give it {MEMORY_BYTES / GIB:g} GiB or more (docker run --memory, sbatch --mem)" if low else ""
     findings = [Finding("memory", found, "must" if low else "ok", fix)]
     if Path("/dev/shm").is_dir():
@@ -174,53 +172,6 @@ def _measured() -> list[Finding]:
         Finding(f"autotune {entry['asked']['env_id']}", f"{autotune.Trial(**entry['choice'])} ({entry['measured']})")
         for entry in stored
     ]
-
-
-def cpu_limit() -> float | None:
-    """Cores that the control group grants, a fraction where it says so; None without a limit."""
-    limits = []
-    for folder in _own_cgroups():
-        if maximum := _text(folder / "cpu.max"):  # version 2: "quota period", both in us
-            quota, period = maximum.split()
-        else:
-            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-        if quota.isdigit() and period.isdigit():
-            limits.append(int(quota) / int(period))
-    return min(limits, default=None)
-
-
-def memory_limit_bytes() -> int | None:
-    """Bytes that the control group grants; None without a limit."""
-    limits = []
-    for folder in _own_cgroups():
-        limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
-        if limit.isdigit() and int(limit) < psutil.virtual_memory().total:  # version 1 writes 2**63 for none
-            limits.append(int(limit))
-    return min(limits, default=None)
-
-
-def pids_limit() -> int | None:
-    """Processes and threads that the control group grants; None without a limit."""
-    texts = [_text(folder / "pids.max") for folder in _own_cgroups()]
-    return min((int(text) for text in texts if text.isdigit()), default=None)
-
-
-def _own_cgroups() -> list[Path]:
-    """The folders of this process's control groups and of all above them: each of them limits it."""
-    folders = {CGROUPS}
-    for line in _text(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        for root in (CGROUPS / controllers, *(CGROUPS / name for name in controllers.split(","))):
-            folder = root / path.lstrip("/")
-            folders |= {folder, *(above for above in folder.parents if above.is_relative_to(root))}
-    return [folder for folder in folders if folder.is_dir()]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
 
 
 def _output(*command: str) -> str:

@@ -20,6 +20,7 @@ from flotilla.compute import checkpoint
 from flotilla.compute.checkpoint import Checkpoints, Snapshot
 from flotilla.compute.optimizer import Optimizer
 from flotilla.compute.precision import autocast, place
+from flotilla.compute.profile import Profile
 from flotilla.compute.randomness import Randomness
 from flotilla.compute.ranks import Ranks
 from flotilla.compute.state import Stateful, collect, restore, tell
@@ -174,6 +175,8 @@ class Run:
             with autocast(self.device, self.config.precision):
                 yield self._env_steps / total
             before = self._env_steps
+            if self._profile:
+                self._profile.tick()
             self._exchange()
             for optimizer in self._optimizers:
                 if problem := optimizer.problem(dict(self._agent.named_parameters())):
@@ -219,6 +222,8 @@ class Run:
             for note in self._notes:
                 self._monitor.note(note)
         self._saved_at = self._began = time.perf_counter()
+        self._waited = self._ranks.seconds
+        self._profile = Profile(self._run_dir, self.device) if self.config.profile and self._monitor else None
         if self._saved:
             restore(self._ranks, {"random": self._random}, self._saved, self.num_envs)
         self._report([], [])  # where the rates count from
@@ -251,8 +256,10 @@ class Run:
         for env_index, cause in restarts:
             self._monitor.restart(env_index, cause)
         seconds = self.sampler.seconds
-        learning = time.perf_counter() - self._began - sum(seconds.values())
-        self._monitor.times(env=seconds["env"], inference=seconds["inference"], learning=learning, waiting=0.0)
+        waiting = self._ranks.seconds - self._waited
+        learning = time.perf_counter() - self._began - sum(seconds.values()) - waiting
+        self._spent = {**seconds, "learning": learning, "communication": waiting}
+        self._monitor.times(env=seconds["env"], inference=seconds["inference"], learning=learning, waiting=waiting)
         last = self._env_steps >= self.config.total_timesteps or bool(self._stop)
         self._monitor.tick(self._env_steps, last=last)
 
@@ -311,6 +318,8 @@ class Run:
             return
         if problem := self._checkpoints.wait():
             raise RuntimeError(problem)
+        if self._profile:
+            self._monitor.note(f"{self._profile.close(self._spent)}\nprofile: {self._run_dir / 'profile'}")
         self._monitor.note(f"results: {self._run_dir}")
         state: State = "done" if not self._stop else "interrupted" if self._stop == "SIGINT" else "preempted"
         self._monitor.close(state, self._stop)

@@ -117,6 +117,9 @@ def write_if_named(text: str, folder: Path) -> bool:
     return True
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*is deprecated:DeprecationWarning"
+)  # torch's compiler imports what torch deprecates
 @pytest.mark.parametrize("page", [page for page in PAGES if any(snippets(page))], ids=page_name)
 def test_a_page_does_what_it_says(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,32 @@ def test_gymnasium_does_not_sample_actions_while_it_is_timed(monkeypatch: pytest
         return sample(space, *arguments, **options)
 
     monkeypatch.setattr(MultiDiscrete, "sample", counted)
-    trial = bench._gymnasium("gymnasium-sync", RunConfig(num_envs=2), EnvOptions(), 0.2)
-    assert trial.env_steps_per_s * 0.2 > 2 * len(sampled)
+    config: Any = RunConfig(num_envs=2, backend="gymnasium-sync")  # type: ignore[arg-type]
+    with bench._gymnasium(config, EnvOptions()) as rate:
+        assert rate(0.2) * 0.2 > 2 * len(sampled)
+
+
+def test_backends_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what else the machine does falls on all of them."""
+    turns: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        door = getattr(bench, name) if name == "_gymnasium" else bench.autotune.opened
+
+        @contextlib.contextmanager
+        def opened(config: RunConfig, options: EnvOptions) -> Iterator[Callable[[float], float]]:
+            with door(config, options) as rate:
+                yield lambda seconds: (turns.append(config.backend), rate(seconds))[1]
+
+        return opened
+
+    monkeypatch.setattr(bench.autotune, "opened", noting("opened"))
+    monkeypatch.setattr(bench, "_gymnasium", noting("_gymnasium"))
+    names = ["sync", "workers", "gymnasium-sync"]
+    sampling = bench.Sampling(RunConfig(num_envs=2), names, 0.1)
+    sampling.alone(lambda text: None)
+    assert [trial.backend for trial in sampling.trials(lambda text: None, lambda text: None)] == names
+    assert turns == names * 3
 
 
 def test_a_gymnasium_without_the_measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

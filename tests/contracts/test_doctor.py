@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flotilla import cli, doctor
+from flotilla.core import limits
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import EXIT_DONE, EXIT_FAILED
 from flotilla.envs.profile import Profile
@@ -20,21 +21,21 @@ from flotilla.sampling import autotune
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A control group tree of our own, of which this process is in the root."""
-    monkeypatch.setattr(doctor, "CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None)])
 def test_cpu_limit_of_version_2(cgroups: Path, text: str, cores: float | None) -> None:
     (cgroups / "cpu.max").write_text(text + "\n")
-    assert doctor.cpu_limit() == cores
+    assert limits.cpu_limit() == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("250000", 2.5), ("-1", None)])
 def test_cpu_limit_of_version_1(cgroups: Path, quota: str, cores: float | None) -> None:
     (cgroups / "cpu.cfs_quota_us").write_text(quota)
     (cgroups / "cpu.cfs_period_us").write_text("100000")
-    assert doctor.cpu_limit() == cores
+    assert limits.cpu_limit() == cores
 
 
 @pytest.mark.parametrize(
@@ -48,19 +49,39 @@ def test_cpu_limit_of_version_1(cgroups: Path, quota: str, cores: float | None) 
 )
 def test_memory_limit(cgroups: Path, name: str, text: str, limit: int | None) -> None:
     (cgroups / name).write_text(text)
-    assert doctor.memory_limit_bytes() == limit
+    assert limits.memory_limit_bytes() == limit
+
+
+@pytest.mark.parametrize(
+    ("names", "cached"),
+    [
+        (("memory.max", "memory.current"), "inactive_file"),
+        (("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"),
+    ],
+)
+def test_memory_that_is_used_is_not_free(cgroups: Path, names: tuple[str, str], cached: str) -> None:
+    limit, used = names
+    assert limits.free_memory_bytes() > 2**20
+    (cgroups / limit).write_text(str(2**20))
+    assert limits.free_memory_bytes() == 2**20
+    (cgroups / used).write_text(str(3 * 2**18))
+    assert limits.free_memory_bytes() == 2**18
+    (cgroups / "memory.stat").write_text(f"anon 12345\n{cached} {2**18}\n")
+    assert limits.free_memory_bytes() == 2**19
+    (cgroups / used).write_text(str(2**22))
+    assert limits.free_memory_bytes() == 0
 
 
 @pytest.mark.parametrize(("text", "limit"), [("512", 512), ("max", None)])
 def test_pids_limit(cgroups: Path, text: str, limit: int | None) -> None:
     (cgroups / "pids.max").write_text(text + "\n")
-    assert doctor.pids_limit() == limit
+    assert limits.pids_limit() == limit
 
 
 def test_no_control_groups_at_all(cgroups: Path) -> None:
-    assert doctor.cpu_limit() is None
-    assert doctor.pids_limit() is None
-    assert doctor.memory_limit_bytes() is None
+    assert limits.cpu_limit() is None
+    assert limits.pids_limit() is None
+    assert limits.memory_limit_bytes() is None
 
 
 def test_healthy_unless_something_must_change(cgroups: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,25 @@ def test_a_restart_at_the_seam_of_two_rollouts() -> None:
     sampler.close()
 
 
+class Unready(Fragile):
+    """Raises in its very first reset."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if seed == self.index == 1:
+            raise ZeroDivisionError("the simulator was not ready")
+        return super().reset(seed=seed, options=options)
+
+
+def test_a_restart_in_the_first_reset_is_told() -> None:
+    makers = [functools.partial(Unready, index) for index in range(2)]
+    sampler = Sampler(WorkersBackend(makers, range(2), num_workers=1, max_restarts=1), CPU, 10)
+    assert sampler.rollout(act, 2).rows.is_first[:, 1].tolist() == [True, False, False]
+    (restart,) = sampler.drain_restarts()
+    sampler.close()
+    assert restart.env_index == 11
+    assert "the simulator was not ready" in restart.cause
+
+
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0, 5.0), (0.1, 0.1, 0.8)])
 def test_shares_of_several_ids(weights: tuple[float, ...]) -> None:
     config = RunConfig(env_id="A,B,C", env_weights=weights)

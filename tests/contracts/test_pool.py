@@ -22,6 +22,7 @@ from gymnasium import spaces
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from flotilla.core import limits
 from flotilla.core.errors import UsageError
 from flotilla.sampling import pool as pools
 from flotilla.sampling.pool import EnvironmentFailed, Pool
@@ -492,9 +493,20 @@ def test_too_little_memory_is_one_line_and_leaves_nothing(pool: Callable[..., Po
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(at.value)
-    with pytest.raises(UsageError, match="Cannot allocate memory; use fewer environments"):
+    with pytest.raises(UsageError, match=r"environments: [\d,]+ MiB of memory are free; use fewer environments"):
         pool([lambda: Image((2**20, 2**20))] * 2)
     assert not multiprocessing.active_children()
+
+
+def test_what_a_container_grants_is_all_there_is(
+    pool: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
+    (tmp_path / "memory.max").write_text(str(2**22))
+    (tmp_path / "memory.current").write_text(str(3 * 2**20))
+    pool([lambda: Image((512, 512))] * 2)
+    with pytest.raises(UsageError, match=r"2 MiB of shared memory .*: 1 MiB of memory are free"):
+        pool([lambda: Image((1024, 1024))] * 2)
 
 
 # Speed, by counts -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -15,9 +16,10 @@ from flotilla.core.config import RunConfig
 from flotilla.core.seeding import episode_seed, stream_seed
 from flotilla.core.types import Rollout, Row, State, tree_map
 from flotilla.envs.make import EnvOptions
-from flotilla.sampling.base import Array, Backend, Finished, RowArrays, split
+from flotilla.sampling.base import Array, Backend, Finished, Restarted, RowArrays, split
 from flotilla.sampling.choose import make_backend
 from flotilla.sampling.sampler import Sampler
+from flotilla.sampling.sync import SyncBackend
 
 NUM_ENVS, STEPS = 3, 8
 
@@ -32,9 +34,10 @@ class InTurns:
         self._backends = backends
         self.in_flight: set[int] = set()
 
-    def reset(self, out: RowArrays) -> None:
+    def reset(self, out: RowArrays, start: int = 0) -> Sequence[Restarted]:
         for backend, envs in zip(self._backends, self.groups, strict=True):
-            backend.reset(out.at(envs))
+            backend.reset(out.at(envs), start)
+        return ()
 
     def send(self, action: Array, group: int = 0) -> None:
         assert group not in self.in_flight
@@ -296,3 +299,15 @@ def test_an_environment_that_raises_is_named() -> None:
     assert caught.value.__cause__ is not None
     made.close()
     made.close()
+
+
+def test_an_environment_that_raises_in_reset_is_named() -> None:
+    class Unready(gym.Env[Any, Any]):
+        observation_space, action_space = gym.spaces.Box(0, 1, (1,), np.float32), gym.spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            raise ZeroDivisionError
+
+    made = Sampler(SyncBackend([Unready], [1]), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"environment 0 .*Unready.* in reset"):
+        made.rollout(Player(), 1)

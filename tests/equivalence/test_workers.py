@@ -15,7 +15,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from flotilla.envs.make import EnvOptions, make_env
-from flotilla.sampling.base import Array, Backend, Event, RowArrays
+from flotilla.envs.wrappers import RecordEpisode
+from flotilla.sampling.base import Array, Backend, Event, RowArrays, step
 from flotilla.sampling.sync import SyncBackend
 from flotilla.sampling.workers import WorkersBackend
 
@@ -50,6 +51,14 @@ class Wanderer(gym.Env[Any, Any]):
         ends, at_a_limit = self.np_random.random(2) < (1 / self.mean_length, 0.5)
         reward = float(self.np_random.normal())
         return self._obs(action), reward, bool(ends and not at_a_limit), bool(ends and at_a_limit), {}
+
+
+class Boxed(Wanderer):
+    """Rewards of shape (1,)."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        obs, reward, *rest = super().step(action)
+        return obs, np.array([reward]), *rest
 
 
 def wanderer(**settings: Any) -> Maker:
@@ -155,6 +164,29 @@ def test_every_start_method_and_groups_in_turns(start_method: str, num_groups: i
 def test_the_order_of_arrival_changes_no_trajectory(num_workers: int, batch: int) -> None:
     backend = WorkersBackend([wanderer()] * 6, range(6), num_workers=num_workers)
     assert_equal(play_first_ready(backend, batch), in_process(6))
+
+
+def test_a_second_reset_begins_with_the_first_seeds_again() -> None:
+    makers = [wanderer()] * 3
+    twice = [play_twice(backend(makers, range(3))) for backend in (WorkersBackend, SyncBackend)]
+    assert_equal(twice[0], twice[1])
+    assert_equal(twice[0], in_process(3))
+
+
+def play_twice(backend: Any) -> Record:
+    """The second half of what it says, from a reset on."""
+    rows, actions = buffers(backend, 1).at(0), actions_of(backend)
+    backend.reset(rows)
+    for action in actions:
+        step(backend, action, rows)
+    return play(backend)
+
+
+def test_rewards_in_an_array() -> None:
+    makers: list[Maker] = [lambda: RecordEpisode(Boxed())] * 3
+    sync = play(SyncBackend(makers, range(3)))
+    assert_equal(play(WorkersBackend(makers, range(3), num_workers=2)), sync)
+    assert_equal(sync, in_process(3))
 
 
 def test_dict_observations() -> None:

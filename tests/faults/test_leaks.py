@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"), py
 
 
 class Hanging(gym.Env[Any, Any]):
-    """Sleeps or spins for ever in one of its methods."""
+    """Sleeps or spins for ever in one of its methods, or keeps Python's lock meanwhile."""
 
     observation_space = gym.spaces.Box(0, 1, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -43,6 +44,8 @@ class Hanging(gym.Env[Any, Any]):
         while where == self.where:
             if self.how == "sleep":
                 time.sleep(600)
+            if self.how == "lock":
+                ctypes.PyDLL(None).sleep(600)
 
     def reset(self, **_: Any) -> Any:
         return np.zeros(2, np.float32), {}
@@ -208,7 +211,7 @@ from test_leaks import Hanging
 from flotilla.sampling.pool import Pool
 
 pools = [
-    Pool([Hanging, lambda: Hanging({where!r}, "busy")], num_workers=2, start_method={method!r}) for _ in range({pools})
+    Pool([Hanging, lambda: Hanging({where!r}, {how!r})], num_workers=2, start_method={method!r}) for _ in range({pools})
 ]
 for pool in pools:
     pool.reset([0, 0])
@@ -218,9 +221,11 @@ print(*[pid for pool in pools for pid in pool.pids], flush=True)
 """
 
 
-def start(where: str, method: str, then: str, pools: int = 1) -> subprocess.Popen[str]:
+def start(where: str, method: str, then: str, pools: int = 1, how: str = "busy") -> subprocess.Popen[str]:
     """A program that steps pools, in a group of its own."""
-    code = PROGRAM.format(folder=str(Path(__file__).parent), where=where, method=method, then=then, pools=pools)
+    code = PROGRAM.format(
+        folder=str(Path(__file__).parent), where=where, method=method, then=then, pools=pools, how=how
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -269,6 +274,7 @@ def test_no_process_outlives_the_program(end: str, method: str) -> None:
 def test_no_process_outlives_the_program_while_an_environment_hangs() -> None:
     """Neither where the program is ended, nor where it ends without closing its pools."""
     ended = [(end, start("step", method, WAIT)) for end in ENDS for method in ("forkserver", "fork")]
+    ended += [("SIGKILL", start("step", method, WAIT, how="lock")) for method in ("forkserver", "spawn", "fork")]
     ends = {"": 0, "sys.exit(3)": 3, "os._exit(3)": 3, "1 / 0": 1}
     ending = [(then, start("step", "forkserver", then)) for then in ends]
     everyone = [[*workers_of(program), *descendants(program.pid)] for _, program in ended]

@@ -223,7 +223,7 @@ def test_training_that_diverges_says_what_became_infinite(capsys: pytest.Capture
     flags = ["--env-id", "users_own:Blowup-v0", "--run-dir", "run", "--max-skipped-steps", "2", "--dashboard", "plain"]
     assert train(*flags) == EXIT_FAILED
     said = capsys.readouterr().out
-    assert "training diverged: value_loss not finite in" in said
+    assert "training diverged: policy_loss and value_loss not finite in" in said
     assert status("run")["state"] == "failed"
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +26,12 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
+    _spent_s: list[float] = field(default_factory=lambda: [0.0], compare=False, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        """Spent in collectives so far, in waiting for other ranks as in sending."""
+        return self._spent_s[0]
 
     @classmethod
     def join(cls, device_type: str, timeout_s: float = 1800.0) -> Ranks:
@@ -103,8 +110,10 @@ class Ranks:
 
     def _together(self, collective: Callable[..., Any], *args: Any, **settings: Any) -> None:
         """Call a collective; PeerLost where another rank died or did not come in time."""
+        start = time.perf_counter()
         try:
             collective(*args, **settings)
+            self._spent_s[0] += time.perf_counter() - start
         except RuntimeError as error:
             reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).strip()).partition(". ")[0]
             raise PeerLost(

@@ -50,6 +50,7 @@ class RunConfig:
     nproc: int = 1  # processes (ranks) on this machine that learn together, as `torchrun` would start them
     max_restarts: int = 0  # with nproc: how often all ranks start again after one was lost
     rank_timeout_s: float = 1800.0  # how long a rank waits for the others; longer than an evaluation, which one plays
+    profile: bool = False  # a trace of some iterations and a table of where the time goes, in <run_dir>/profile
     dashboard: Literal["auto", "live", "plain", "none"] = "auto"  # auto: live on a terminal, else plain lines
 
 

@@ -38,7 +38,7 @@ class RecordEpisode(gym.Wrapper[Any, Any, Any, Any]):
         self._return += result[1]
         self._length += 1
         if result[2] or result[3]:
-            result[4]["episode"] = {"r": float(self._return), "l": self._length}
+            result[4]["episode"] = {"r": float(np.asarray(self._return).item()), "l": self._length}
         return result  # type: ignore[no-any-return]
 
 

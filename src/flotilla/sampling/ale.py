@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flotilla.core.seeding import episode_seed
 from flotilla.core.types import Spec
 from flotilla.envs.atari import AtariGame
-from flotilla.sampling.base import Array, Finished, RawEpisodes, RowArrays, split
+from flotilla.sampling.base import Array, Finished, RawEpisodes, Restarted, RowArrays, split
 
 NOOP, FIRE = 0, 1
 
@@ -31,7 +32,7 @@ class AleBackend:
         self.num_envs = len(seeds)
         self.groups = split(self.num_envs, num_groups)
         self._clip = training and game.reward_clip
-        self._seeds = np.asarray(seeds, np.int64)
+        self._seeds = list(seeds)
         self._envs = [
             AtariVectorEnv(
                 game.rom,
@@ -53,12 +54,14 @@ class AleBackend:
         self._ended = np.zeros((num_groups, self.num_envs // num_groups), bool)
         self._raw = [RawEpisodes(envs) for envs in self.groups]
 
-    def reset(self, out: RowArrays) -> None:
+    def reset(self, out: RowArrays, start: int = 0) -> Sequence[Restarted]:
+        seeds = np.array([episode_seed(seed, start) for seed in self._seeds], np.int64)
         for envs, group in zip(self._envs, self.groups, strict=True):
-            out.obs[group], _ = envs.reset(seed=self._seeds[group])  # type: ignore[index]
+            out.obs[group], _ = envs.reset(seed=seeds[group])  # type: ignore[index]
         out.reward[:] = 0
         out.is_first[:] = True
         out.is_last[:] = out.is_terminal[:] = self._ended[:] = False
+        return ()
 
     def send(self, action: Array, group: int = 0) -> None:
         ended = self._ended[group]

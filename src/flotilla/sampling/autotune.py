@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -40,6 +41,7 @@ MOST_STORED = 200  # choices in the file
 MEMORY_SHARE = 0.5  # of what is free, for environments; the learner and its buffers need some, too
 
 Say = Callable[[str], None]
+Rate = Callable[[float], float]  # environment steps per second in the next so many seconds
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,16 @@ class Trial:
     frames_per_s: float
 
     @classmethod
-    def of(cls, config: RunConfig, options: EnvOptions, env_steps_per_s: float, *, backend: str = "") -> Trial:
+    def of(cls, config: RunConfig, options: EnvOptions, env_steps_per_s: float) -> Trial:
         """The trial of a configuration whose numbers are plain."""
         frames = env_steps_per_s * frames_per_step(config.env_id, options)
-        name = backend or config.backend
         return cls(
-            name, config.env_id, config.num_envs, config.num_workers, round(env_steps_per_s, 1), round(frames, 1)
+            config.backend,
+            config.env_id,
+            config.num_envs,
+            config.num_workers,
+            round(env_steps_per_s, 1),
+            round(frames, 1),
         )
 
     def __str__(self) -> str:
@@ -81,18 +87,25 @@ class Trial:
 
 
 def measure(config: RunConfig, options: EnvOptions, seconds: float) -> Trial:
-    """Environment steps per second of one backend, as `gymnasium.utils.performance.benchmark_vector_step` counts.
+    """Environment steps per second of one backend: the median of some windows.  UsageError where it cannot."""
+    with opened(config, options) as rate:
+        rates = [rate(seconds / WINDOWS) for _ in range(WINDOWS)]
+    return Trial.of(config, options, statistics.median(rates))
+
+
+@contextlib.contextmanager
+def opened(config: RunConfig, options: EnvOptions) -> Iterator[Rate]:
+    """A backend that is ready to be measured, as `gymnasium.utils.performance.benchmark_vector_step` counts.
 
     A reset and a step are not timed, nor is the sampling of random actions; the ignored step after an episode's
-    last row is no step.  The rate is the median of some windows.  UsageError where the backend cannot.
+    last row is no step.  UsageError where the backend cannot.
     """
     with contextlib.closing(make_backend(config, options, num_envs=config.num_envs)) as backend:
         actions = itertools.cycle(action_batches(backend.spec.action_space, config.num_envs, config.seed))
         row = _row(backend.spec, config.num_envs)
         backend.reset(row)
         step(backend, next(actions), row)
-        rates = [_rate(backend, actions, row, seconds / WINDOWS) for _ in range(WINDOWS)]
-    return Trial.of(config, options, statistics.median(rates))
+        yield functools.partial(_rate, backend, actions, row)
 
 
 def action_batches(space: gym.Space[Any], num_envs: int, seed: int) -> list[Any]:

@@ -36,6 +36,14 @@ def pairs(one: Any, other: Any) -> list[tuple[Any, Any]]:
     return [*pairs, (one.obs, other.obs)]
 
 
+def same(one: RowArrays, other: RowArrays) -> NDArray[np.bool_]:
+    """Which environments have equal rows in both, (N,); a value that is no number equals itself."""
+    equal = np.ones(len(one.reward), bool)
+    for a, b in pairs(one, other):
+        equal &= ((a == b) | ((a != a) & (b != b))).reshape(len(equal), -1).all(1)
+    return equal
+
+
 class Finished(NamedTuple):
     """A whole episode that ended in this step, in raw rewards."""
 
@@ -66,8 +74,13 @@ class Backend(Protocol):
     num_envs: int
     groups: Sequence[slice]  # contiguous, equal in size, in order
 
-    def reset(self, out: RowArrays) -> None:
-        """Start an episode in every environment; the row (N, ...) has `is_first` everywhere."""
+    def reset(self, out: RowArrays, start: int = 0) -> Sequence[Restarted]:
+        """Start an episode in every environment; the row (N, ...) has `is_first` everywhere.
+
+        start: how often an interrupted run has done so before, as each time needs seeds of its own.  Says which
+        environments failed and were made again.
+        """
+        ...
 
     def send(self, action: Array, group: int = 0) -> None:
         """Start a step of one group by its actions (n, ...), which must stay as they are until it is received.
@@ -92,11 +105,15 @@ class Resumable(Protocol):
         """The number of each environment's episode (N,)."""
         ...
 
-    def resume(self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float) -> None:
+    def resume(
+        self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float
+    ) -> Sequence[int]:
         """Instead of `reset`: begin these episodes, play the actions (steps, ...) of each, write the rows reached.
 
-        Simulators that are deterministic are then where they were.  After `limit_s` seconds the rest is left out.
+        Simulators that are deterministic are then where they were.  The indices of environments of which actions
+        are left after `limit_s` seconds.
         """
+        ...
 
     def begin(self, env_index: Sequence[int], out: RowArrays) -> None:
         """Begin the next episode in some environments, and write their rows into those of all, (N, ...)."""

@@ -34,9 +34,9 @@ class Buffers:
         self.arrays = [[arrays(part) for part in row] for row in self._host_rows]
         self._scratch = arrays(Row(*(tree_map(lambda x: torch.empty_like(x[0]), part) for part in self.host)))
         self._actions = self._views(self.action)
-        self._host_actions = (
-            self._actions if self._on_host else self._views(torch.empty_like(self.action, device="cpu"))
-        )
+        host_action = self.action if self._on_host else torch.empty_like(self.action, device="cpu")
+        self.host_action: NDArray[Any] = host_action.numpy()
+        self._host_actions = self._views(host_action)
         self.host_actions = [[x.numpy() for x in row] for row in self._host_actions]
 
     def keep(self, t: int, group: int, action: Tensor, extras: dict[str, Tensor]) -> None:
@@ -54,7 +54,10 @@ class Buffers:
         self.action[index] = action.to(self.action.dtype)
         for key, x in extras.items():
             self.extras[key][index] = x
-        return action.cpu().numpy()
+        host: NDArray[Any] = action.cpu().numpy()
+        if not self._on_host:
+            self.host_action[index[0].numpy(), index[1].numpy()] = host
+        return host
 
     def scratch(self, count: int) -> RowArrays:
         """Memory for rows of `count` environments."""
@@ -97,6 +100,12 @@ def zeros(spec: Spec, *leading: int, pin: bool = False) -> Row:
     reward = torch.zeros(leading, pin_memory=pin)
     flags = [torch.zeros(leading, dtype=torch.bool, pin_memory=pin) for _ in range(3)]
     return Row(_zeros(leading, spec.obs_space, pin=pin), reward, *flags)
+
+
+def no_actions(spec: Spec, num_envs: int) -> Tensor:
+    """(0, N, ...), for their shape and dtype."""
+    actions: Tensor = _zeros((0, num_envs), spec.action_space)
+    return actions
 
 
 def _zeros(leading: tuple[int, ...], space: gym.Space[Any], *, pin: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ import gymnasium as gym
 import numpy as np
 
 from flotilla.core.errors import UsageError, nearest
+from flotilla.core.seeding import episode_seed
 from flotilla.core.types import Spec
 from flotilla.envs import atari
 from flotilla.envs.make import EnvOptions, suite_of
-from flotilla.sampling.base import Array, Finished, RawEpisodes, RowArrays, split
+from flotilla.sampling.base import Array, Finished, RawEpisodes, Restarted, RowArrays, split
 
 DROPPED = ("mission",)  # text, which no network here takes
 
@@ -67,18 +69,11 @@ class EnvPoolBackend:
         self._clip = self._is_atari and options.training
         self.num_envs = len(seeds)
         self.groups = split(self.num_envs, num_groups)
+        self._seeds = list(seeds)
+        settings = {"env_type": "gymnasium", "num_envs": self.num_envs // num_groups, "num_threads": num_threads}
+        self._make = functools.partial(envpool.make, task[0], **settings, **task[1])
         try:
-            self._envs = [
-                envpool.make(
-                    task[0],
-                    env_type="gymnasium",
-                    num_envs=self.num_envs // num_groups,
-                    num_threads=num_threads,
-                    seed=np.asarray(seeds[envs], np.int32),
-                    **task[1],
-                )
-                for envs in self.groups
-            ]
+            self._envs = self._pools(start=0)
         except ImportError as error:  # Procgen's need of Qt's libraries
             raise UsageError(f"backend 'envpool' cannot make '{env_id}': {error}") from error
         with warnings.catch_warnings():
@@ -94,12 +89,20 @@ class EnvPoolBackend:
         self._ended = np.zeros((num_groups, self.num_envs // num_groups), bool)
         self._raw = [RawEpisodes(envs) for envs in self.groups]
 
-    def reset(self, out: RowArrays) -> None:
+    def _pools(self, start: int) -> list[Any]:
+        seeds = np.array([episode_seed(seed, start) for seed in self._seeds], np.int32)
+        return [self._make(seed=seeds[envs]) for envs in self.groups]
+
+    def reset(self, out: RowArrays, start: int = 0) -> Sequence[Restarted]:
+        if start:  # a pool takes seeds only when it is made
+            self.close()
+            self._envs = self._pools(start)
         for envs, group in zip(self._envs, self.groups, strict=True):
             self._write(envs.reset()[0], out.at(group))
         out.reward[:] = 0
         out.is_first[:] = True
         out.is_last[:] = out.is_terminal[:] = self._ended[:] = False
+        return ()
 
     def send(self, action: Array, group: int = 0) -> None:
         if self._bounds is not None:

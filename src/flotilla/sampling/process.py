@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, NoReturn
 
 THREADS = (
     "OMP_NUM_THREADS",
@@ -27,6 +28,7 @@ THREADS = (
 )
 IDLE = 0xFF  # in place of the local number of the environment at work
 CLOSE_S = 5.0  # for workers to end by themselves
+MOST_FILES = 2**20  # descriptors beyond it are not looked for
 
 
 class WorkerProcess:
@@ -119,9 +121,48 @@ os.register_at_fork(after_in_child=_forget_parent)
 def run(job: bytes, go: connection.Connection, done: connection.Connection, block: Any) -> None:
     """The target of the process: one thread in each library, the workers are the parallelism."""
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    from flotilla.sampling import worker  # only now: numpy reads the variables when it is loaded
+    with _guarded(go.fileno()):
+        from flotilla.sampling import worker  # only now: numpy reads the variables when it is loaded
 
-    worker.main(pickle.loads(job), go, done, block if isinstance(block, int) else block.detach())
+        worker.main(pickle.loads(job), go, done, block if isinstance(block, int) else block.detach())
+
+
+@contextlib.contextmanager
+def _guarded(commands: int) -> Iterator[None]:
+    """With a child of this process that kills it a while after its parent has gone.
+
+    No thread of its own could do that while an environment hangs in compiled code that keeps Python's lock.
+    """
+    alive, held = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        _guard(os.getppid(), commands, alive)
+    os.close(alive)
+    try:
+        yield
+    finally:
+        os.kill(guard, signal.SIGKILL)
+        os.waitpid(guard, 0)
+        os.close(held)
+
+
+def _guard(worker: int, commands: int, alive: int) -> NoReturn:
+    """The life of that child: it ends with the worker, or after it has killed it."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
+        start = 0
+        for fd in (*sorted((commands, alive)), MOST_FILES):  # what it holds, nobody would see the end of
+            os.closerange(start, fd)
+            start = fd + 1
+        ends = select.poll()
+        ends.register(alive, 0)  # wakes at the end of file only
+        ends.register(commands, 0)
+        ends.poll()
+        ends.unregister(commands)
+        if not ends.poll(CLOSE_S * 1000) and os.getppid() == worker:
+            os.kill(worker, signal.SIGKILL)
+    finally:
+        os._exit(0)
 
 
 def watch(workers: Sequence[WorkerProcess], state: Any, stop: threading.Event, timeout_s: float) -> None:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flotilla.core.types import Act, Episode, Rollout, Row, Spec, State, tree_map
-from flotilla.sampling.base import Backend, Event, Restarted, Resumable
-from flotilla.sampling.buffers import Buffers, arrays, copy, zeros
+from flotilla.sampling.base import Backend, Event, Restarted, Resumable, same
+from flotilla.sampling.buffers import Buffers, arrays, copy, no_actions, zeros
 from flotilla.sampling.history import History
 from flotilla.sampling.workers import WorkersBackend
 
@@ -48,7 +48,7 @@ class Sampler:
         self.spec: Spec = backend.spec
         self.num_envs = backend.num_envs
         self.env_steps = 0
-        self.seconds = {"env": 0.0, "inference": 0.0}
+        self.seconds = {"env": 0.0, "inference": 0.0, "transfer": 0.0}
         self._backend, self._device, self._first = backend, device, first_env_index
         self._pin = pin_memory and device.type == "cuda"
         self._batch, self._env_ids = first_ready, env_ids if len(set(env_ids)) > 1 else ()
@@ -57,7 +57,8 @@ class Sampler:
         self._buffers: Buffers | None = None
         self._state: State = None
         self._first_row: Row | None = None  # of the first rollout, where it is not a reset's
-        self._history = History(self.num_envs) if isinstance(backend, Resumable) else None
+        self._history = History(no_actions(self.spec, self.num_envs)) if isinstance(backend, Resumable) else None
+        self._start = 0  # how often simulators without seeds for episodes have begun before
         self.begun_anew = 0  # environments that `load_state_dict` could not bring back to where they were
 
     @torch.no_grad()
@@ -66,7 +67,7 @@ class Sampler:
 
         `act` is called with the rows and the memory of one group, or of what is ready, at a time.
         """
-        start, acting = clock(), self.seconds["inference"]
+        start, others = clock(), self.seconds["inference"] + self.seconds["transfer"]
         buffers, first_state = self._buffers_of(num_steps), self._state
         if self._batch:
             self._state = self._act_for_ready(act, buffers, first_state)
@@ -74,8 +75,8 @@ class Sampler:
             with _threads_beside(self._backend):
                 self._state = self._take_turns(act, buffers, first_state)
         if self._history is not None:
-            self._history.extend(buffers.action)
-        self.seconds["env"] += clock() - start - (self.seconds["inference"] - acting)
+            self._history.extend(buffers.host_action)
+        self.seconds["env"] += clock() - start - (self.seconds["inference"] + self.seconds["transfer"] - others)
         return Rollout(
             rows=buffers.rows,
             action=buffers.action,
@@ -100,14 +101,17 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Where each environment and the policy's memory are; nothing before the first rollout."""
-        if self._buffers is None or self._state is None:
+        row = self._first_row
+        if row is None and self._buffers is not None:
+            row = self._buffers.host.at(-1)
+        if row is None or self._state is None:
             return {}
-        state = {f"{name}_N": x.clone() for name, x in _named(self._buffers.host.at(-1))}
+        state = {f"{name}_N": x.clone() for name, x in _named(row)}
         state["memory_N"] = self._state.clone()
-        if self._history is not None:
-            state |= self._history.state()
-            state["episode_N"] = torch.from_numpy(cast(Resumable, self._backend).episodes.copy())
-        return state
+        if self._history is None:
+            return state | {"start_N": torch.full((self.num_envs,), self._start)}
+        episodes = cast(Resumable, self._backend).episodes
+        return state | self._history.state() | {"episode_N": torch.from_numpy(episodes.copy())}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from there, before the first rollout.
@@ -118,25 +122,31 @@ class Sampler:
         if not state:
             return
         row = zeros(self.spec, self.num_envs)
-        out, backend = arrays(row), self._backend
         if self._history is None or "count_N" not in state:
-            backend.reset(out)
-            anew = list(range(self.num_envs))
+            self._start = 1 + int(state["start_N"].max()) if "start_N" in state else 1
+            self._report_restarts(self._backend.reset(arrays(row), self._start))
+            self.begun_anew = self.num_envs
         else:
-            assert isinstance(backend, Resumable)
-            counts, actions = state["count_N"].tolist(), state["action_N"].numpy()
-            played = [actions[i, : max(count, 0)] for i, count in enumerate(counts)]
-            backend.resume(state["episode_N"].tolist(), played, out, REPLAY_LIMIT_S)
-            equal = torch.tensor(counts) >= 0
-            for name, x in _named(row):
-                equal &= (x == state[f"{name}_N"]).flatten(1).all(1) if x.dim() > 1 else x == state[f"{name}_N"]
-            anew = torch.nonzero(~equal).flatten().tolist()
-            if anew:
-                backend.begin(anew, out)
-                state["count_N"][anew], state["over_N"][anew] = 0, False
-            self._history.load(state["count_N"], state["action_N"], state["over_N"])
-        self.begun_anew = len(anew)
+            self.begun_anew = self._play_again(state, self._history, row)
         self._first_row, self._state = row, state["memory_N"].to(self._device)
+
+    def _play_again(self, state: dict[str, Tensor], history: History, out: Row) -> int:
+        """Bring the environments to the rows of a state, written to `out`; how many begin an episode instead."""
+        backend, reached = cast(Resumable, self._backend), arrays(out)
+        counts, actions, over = state["count_N"].clone(), state["action_N"], state["over_N"].clone()
+        played = [actions[i, : max(count, 0)].numpy() for i, count in enumerate(counts.tolist())]
+        late = backend.resume(state["episode_N"].tolist(), played, reached, REPLAY_LIMIT_S)
+        saved = zeros(self.spec, self.num_envs)
+        for name, x in _named(saved):
+            x.copy_(state[f"{name}_N"])
+        there = same(reached, arrays(saved)) & (counts >= 0).numpy()
+        there[list(late)] = False
+        anew = np.flatnonzero(~there).tolist()
+        if anew:
+            backend.begin(anew, reached)
+            counts[anew], over[anew] = 0, False
+        history.load(counts, actions, over)
+        return len(anew)
 
     def _take_turns(self, act: Act, buffers: Buffers, first_state: State) -> Tensor:
         """Fill the buffers in time order; the memory after the last action, (N, S)."""
@@ -167,7 +177,10 @@ class Sampler:
                 if isinstance(event, Restarted):
                     buffers.rows.is_last[t - 1, event.env_index] = True
         self.env_steps += len(ignored) - int(np.count_nonzero(ignored))
-        buffers.to_device(t, group)
+        if self._device.type != "cpu":
+            start = clock()
+            buffers.to_device(t, group)
+            self.seconds["transfer"] += clock() - start
 
     def _act_for_ready(self, act: Act, buffers: Buffers, first_state: State) -> Tensor:
         """Fill the buffers in whatever order environments become ready; the memory after the last action, (N, S)."""
@@ -222,7 +235,7 @@ class Sampler:
             position = env_index.index(event.env_index)
             if isinstance(event, Restarted):
                 ignored[position] = True
-                self._restarts.append(event._replace(env_index=self._first + event.env_index))
+                self._report_restarts([event])
             if self._history is not None and (isinstance(event, Restarted) or is_last[position]):
                 self._history.begins(event.env_index, t[position] + (not isinstance(event, Restarted)))
         for event in events:
@@ -240,6 +253,9 @@ class Sampler:
                 )
             )
 
+    def _report_restarts(self, events: Sequence[Restarted]) -> None:
+        self._restarts += [event._replace(env_index=self._first + event.env_index) for event in events]
+
     def _buffers_of(self, num_steps: int) -> Buffers:
         """The buffers with row 0 filled: by a reset at the start, else by the last row of the rollout before."""
         old = self._buffers
@@ -251,7 +267,7 @@ class Sampler:
             copy(self._first_row, buffers.host.at(0))
             self._first_row = None
         elif old is None:
-            self._backend.reset(arrays(buffers.host.at(0)))
+            self._report_restarts(self._backend.reset(arrays(buffers.host.at(0))))
         else:
             copy(old.host.at(-1), buffers.host.at(0))
         for group in range(len(self._backend.groups)):

@@ -14,10 +14,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from flotilla.core.errors import UsageError
+from flotilla.core.limits import free_memory_bytes
 
 Array = NDArray[Any]
 Path = tuple[Any, ...]  # keys that lead to a leaf of a nested Dict or Tuple space
@@ -37,8 +37,9 @@ def reserve(fd: int, layout: Layout) -> dict[Any, Array]:
     """Give the block the size of the layout; its arrays.  UsageError where memory or disk cannot hold it."""
     nbytes = _offsets(layout)[1]
     try:
-        if nbytes > psutil.virtual_memory().available:  # Linux would promise it, and kill somebody later
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        free = free_memory_bytes()
+        if nbytes > free:  # Linux would promise it, and kill somebody later
+            raise OSError(errno.ENOMEM, f"{free / 2**20:,.0f} MiB of memory are free")
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, nbytes)  # now, in words: not a bus error at the first write to a missing page
         else:

@@ -9,9 +9,10 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from flotilla.core.errors import UsageError
 from flotilla.core.seeding import episode_seed
 from flotilla.core.types import Spec
-from flotilla.sampling.base import Array, Finished, RowArrays, split
+from flotilla.sampling.base import Array, Finished, Restarted, RowArrays, split
 from flotilla.sampling.shm import same_spaces
 
 
@@ -39,81 +40,86 @@ class SyncBackend:
         # A Python int is what most simulators want, and tolist() makes all of them in one call.
         self._as_list = isinstance(self.spec.action_space, gym.spaces.Discrete)
 
-    def reset(self, out: RowArrays) -> None:
-        for i, (env, seed) in enumerate(zip(self._envs, self._seeds, strict=True)):
-            _write(out, i, env.reset(seed=seed)[0])
-        _begin_rows(out, slice(None))
-        self._ended[:] = self._whole[:] = False
-        self.episodes[:] = 0
+    def reset(self, out: RowArrays, start: int = 0) -> Sequence[Restarted]:
+        self.episodes[:] = start - 1
+        self.begin(range(self.num_envs), out)
+        return ()
 
     def send(self, action: Array, group: int = 0) -> None:
         self._action = action.tolist() if self._as_list else action
 
     def recv(self, out: RowArrays, group: int = 0) -> Sequence[Finished]:
-        finished: Sequence[Finished] = ()
         out.is_first[:] = self._ended
         out.is_last[:] = out.is_terminal[:] = False
-        i = -1
-        try:
-            for i, action in enumerate(self._action):
-                info = self._step(i, action, out)
-                if "episode" in info:  # rarely in a reset's: an Atari game that ends while a lost life restarts
-                    finished = [*finished, Finished(i, float(info["episode"]["r"]), int(info["episode"]["l"]))]
-        except Exception as error:
-            raise RuntimeError(f"environment {i} ({self._envs[i]}) raised {error!r} in step()") from error
-        return finished
+        return self._advance(range(self.num_envs), self._action, out)
 
-    def _step(self, i: int, action: Any, out: RowArrays) -> dict[str, Any]:
-        """A step of one environment, whose flags in the row say False so far."""
-        if self._ended[i]:
-            seed = None
-            if self._whole[i]:
-                self.episodes[i] += 1
-                seed = episode_seed(self._seeds[i], int(self.episodes[i]))
-            obs, info = self._envs[i].reset(seed=seed)
-            out.reward[i] = 0
-            self._ended[i] = False
-        else:
-            obs, out.reward[i], terminated, truncated, info = self._steps[i](action)
-            if terminated or truncated:
-                self._ended[i] = out.is_last[i] = True
-                out.is_terminal[i] = terminated
-                self._whole[i] = "episode" in info
-        _write(out, i, obs)
-        return info
-
-    def resume(self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float) -> None:
+    def resume(
+        self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float
+    ) -> Sequence[int]:
         self.episodes[:] = np.asarray(episodes) - 1
         self.begin(range(self.num_envs), out)
-        end = time.monotonic() + limit_s
-        for i, played in enumerate(actions):
-            for action in played.tolist() if self._as_list else played:
-                out.is_first[i], out.is_last[i], out.is_terminal[i] = self._ended[i], False, False
-                self._step(i, action, out)
-                if time.monotonic() > end:
-                    return
+        end, t = time.monotonic() + limit_s, 0
+        played = [each.tolist() if self._as_list else each for each in actions]
+        while behind := [i for i, each in enumerate(played) if len(each) > t]:
+            if time.monotonic() > end:
+                break
+            self._advance_some(behind, [played[i][t] for i in behind], out)
+            t += 1
+        return behind
 
     def begin(self, env_index: Sequence[int], out: RowArrays) -> None:
-        _begin_rows(out, list(env_index))
-        for i in env_index:
-            self._ended[i] = self._whole[i] = True
-            self._step(i, None, out)
+        index = list(env_index)
+        self._ended[index] = self._whole[index] = True
+        self._advance_some(index, [None] * len(index), out)
+
+    def _advance_some(self, env_index: list[int], actions: Sequence[Any], out: RowArrays) -> None:
+        """A step of some environments that nobody is told of, into the rows of all."""
+        out.is_first[env_index] = self._ended[env_index]
+        out.is_last[env_index] = out.is_terminal[env_index] = False
+        self._advance(env_index, actions, out)
+
+    def _advance(self, env_index: Sequence[int], actions: Sequence[Any], out: RowArrays) -> Sequence[Finished]:
+        """A step of environments whose flags in the rows say so far that nothing ends."""
+        ended, finished = self._ended, ()  # type: tuple[Any, Sequence[Finished]]
+        obs_out, is_dict = out.obs, isinstance(out.obs, dict)
+        i = -1
+        try:
+            for i, action in zip(env_index, actions, strict=False):
+                if ended[i]:
+                    obs, info = self._reset(i)
+                    out.reward[i] = 0
+                    ended[i] = False
+                else:
+                    obs, reward, terminated, truncated, info = self._steps[i](action)
+                    try:
+                        out.reward[i] = reward
+                    except ValueError:  # of shape (1,), as some environments have them
+                        out.reward[i] = np.asarray(reward).item()
+                    if terminated or truncated:
+                        ended[i] = out.is_last[i] = True
+                        out.is_terminal[i] = terminated
+                        self._whole[i] = "episode" in info
+                if "episode" in info:  # rarely in a reset's: an Atari game that ends while a lost life restarts
+                    finished = [*finished, Finished(i, float(info["episode"]["r"]), int(info["episode"]["l"]))]
+                if is_dict:
+                    for key, array in out.obs.items():  # type: ignore[union-attr]
+                        array[i] = obs[key]
+                else:
+                    obs_out[i] = obs  # type: ignore[index]
+        except UsageError:
+            raise
+        except Exception as error:
+            call = "reset" if ended[i] else "step"
+            raise RuntimeError(f"environment {i} ({self._envs[i]}) raised {error!r} in {call}()") from error
+        return finished
+
+    def _reset(self, i: int) -> Any:
+        """What an environment says at the start of its next episode, or after a lost life."""
+        if not self._whole[i]:
+            return self._envs[i].reset()
+        self.episodes[i] += 1
+        return self._envs[i].reset(seed=episode_seed(self._seeds[i], int(self.episodes[i])))
 
     def close(self) -> None:
         while self._envs:
             self._envs.pop().close()
-
-
-def _begin_rows(out: RowArrays, index: Any) -> None:
-    out.reward[index] = 0
-    out.is_first[index] = True
-    out.is_last[index] = out.is_terminal[index] = False
-
-
-def _write(out: RowArrays, index: int, obs: Any) -> None:
-    """One environment's observation into its place in the row."""
-    if isinstance(out.obs, dict):
-        for key, array in out.obs.items():
-            array[index] = obs[key]
-    else:
-        out.obs[index] = obs

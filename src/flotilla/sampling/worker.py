@@ -10,10 +10,8 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +39,7 @@ from flotilla.sampling.messages import (
     Message,
     dumps,
 )
-from flotilla.sampling.process import CLOSE_S, IDLE
+from flotilla.sampling.process import IDLE
 
 EXACT = 2**53  # float64 holds every integer up to here
 
@@ -125,7 +123,11 @@ class Worker:
             self._reward[i] = 0.0
             self._terminated[i] = self._truncated[i] = self._ended[k] = False
         else:
-            obs, self._reward[i], terminated, truncated, info = self._steps[k](action)
+            obs, reward, terminated, truncated, info = self._steps[k](action)
+            try:
+                self._reward[i] = reward
+            except TypeError:  # of shape (1,), as some environments have them
+                self._reward[i] = np.asarray(reward).item()
             self._terminated[i], self._truncated[i] = terminated, truncated
             if terminated or truncated:
                 self._ended[k], self._whole[k] = True, "episode" in info
@@ -339,7 +341,6 @@ def main(job: Job, go: connection.Connection, done: connection.Connection, fd: i
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # fork copies the parent's handlers
     multiprocessing.current_process().daemon = False  # an environment may have processes of its own
-    threading.Thread(target=_end_with_parent, args=(go.fileno(),), daemon=True).start()
     worker = Worker(job)
     try:
         _single_threaded()
@@ -402,12 +403,3 @@ def _single_threaded() -> None:
         sys.modules["torch"].set_num_threads(1)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(1)
-
-
-def _end_with_parent(commands: int) -> None:
-    """Ends the process a while after its parent, also when an environment hangs."""
-    poll = select.poll()
-    poll.register(commands, 0)  # wakes at the end of file only
-    poll.poll()
-    time.sleep(CLOSE_S)
-    os._exit(1)

@@ -36,10 +36,15 @@ class WorkersBackend:
         self._obs = {path[0] if path else None: array for path, array in self.pool.obs.items()}
         self._ended = np.zeros(self.num_envs, bool)
 
-    def reset(self, out: RowArrays) -> None:
+    def reset(self, out: RowArrays, start: int = 0) -> Sequence[Restarted]:
+        self.pool.episodes[:] = 0
         self.pool.reset(self._seeds)
         self._ended[:] = True  # whatever was before, these rows are first
-        self._write(slice(0, self.num_envs), out)
+        events = self._write(slice(0, self.num_envs), out)
+        if start:
+            self.pool.episodes[:] = start - 1
+            self.begin(range(self.num_envs), out)
+        return [event for event in events if isinstance(event, Restarted)]
 
     def send(self, action: Array, group: int = 0) -> None:
         self._action[self.groups[group]] = action
@@ -63,17 +68,19 @@ class WorkersBackend:
     def episodes(self) -> NDArray[np.int64]:
         return self.pool.episodes
 
-    def resume(self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float) -> None:
+    def resume(
+        self, episodes: Sequence[int], actions: Sequence[Array], out: RowArrays, limit_s: float
+    ) -> Sequence[int]:
         self.pool.reset(self._seeds)
         self.pool.episodes[:] = np.asarray(episodes) - 1
-        everyone = list(range(self.num_envs))
-        self.begin(everyone, out)
-        end = time.monotonic() + limit_s
-        for t in range(max(map(len, actions), default=0)):
-            behind = [i for i in everyone if len(actions[i]) > t]
-            self._step(behind, np.stack([actions[i][t] for i in behind]), out)
+        self.begin(range(self.num_envs), out)
+        end, t = time.monotonic() + limit_s, 0
+        while behind := [i for i, played in enumerate(actions) if len(played) > t]:
             if time.monotonic() > end:
-                return
+                break
+            self._step(behind, np.stack([actions[i][t] for i in behind]), out)
+            t += 1
+        return behind
 
     def begin(self, env_index: Sequence[int], out: RowArrays) -> None:
         chosen = [i in set(env_index) for i in range(self.num_envs)]
