@@ -23,7 +23,7 @@ ALIASES = {
 }
 
 # The fields of RunConfig whose flags also take the word auto.
-AUTOMATIC = ("num_envs", "num_workers")
+AUTOMATIC = ("num_envs", "num_workers", "threads")
 
 
 def parse(prog: str, description: str, blank: Any, tokens: list[str]) -> Any:
@@ -76,7 +76,9 @@ def without_auto(tokens: Sequence[str]) -> tuple[list[str], set[str]]:
             rest.append(token)
             continue
         given = [value] if equals else list(itertools.islice(waiting, 1))
-        if given == ["auto"]:
+        if given == ["auto"] and field_name == "threads":
+            rest += [typed, "-1"]  # measured when there is something to compute
+        elif given == ["auto"]:
             automatic.add(field_name)
         else:
             automatic.discard(field_name)

@@ -74,8 +74,8 @@ class Run:
         )
         self.spec: Spec = self.sampler.spec
         cores = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self.threads = config.threads or (cores if has_image(self.spec.obs_space) else 1)
-        torch.set_num_threads(self.threads)
+        self._measured_threads = cores if config.threads == -1 else 0
+        torch.set_num_threads(max(config.threads, 0) or (cores if has_image(self.spec.obs_space) else 1))
         self._random = Randomness(self.device, config.seed, self._ranks.rank)
         self._frames_per_step = frames_per_step(ids[0], options)
         self._notes = ["backend: {} ({})".format(*choose(config, options))]  # for people, until the monitor is there
@@ -121,6 +121,7 @@ class Run:
             precision=config.precision,
             grad_accum_steps=config.grad_accum_steps,
             fused=config.fused_optimizer,
+            most_threads=self._measured_threads,
             max_skipped=config.max_skipped_steps,
         )
         self._optimizers.append(optimizer)
@@ -377,13 +378,13 @@ def check(config: RunConfig) -> None:
         "image_size",
         "action_repeat",
         "keep_checkpoints",
+        "grad_accum_steps",
         "nproc",
         "rank_timeout_s",
     ):
         if getattr(config, name) < 1:
             raise UsageError(f"{name}={getattr(config, name)} must be at least 1")
     for name in (
-        "threads",
         "eval_every",
         "checkpoint_every",
         "seed",
@@ -394,9 +395,12 @@ def check(config: RunConfig) -> None:
         "max_env_restarts",
         "time_limit_s",
         "max_restarts",
+        "max_skipped_steps",
     ):
         if getattr(config, name) < 0:
             raise UsageError(f"{name}={getattr(config, name)} must not be negative")
+    if config.threads < -1:
+        raise UsageError(f"threads={config.threads} is no number of threads; give 1 or more, 0, or auto")
 
 
 def device_of(name: str) -> torch.device:

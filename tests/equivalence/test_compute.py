@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flotilla.algorithms import ppo
-from flotilla.compute.compile import compiled
+from flotilla.compute.compile import choose_threads, compiled
 from flotilla.compute.optimizer import Optimizer, gradients
 from flotilla.compute.precision import LossScale, Precision, autocast, place
 from flotilla.compute.ranks import Ranks
@@ -334,3 +334,26 @@ def test_gradients_of_a_scaled_loss_are_scaled() -> None:
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     (grad,), _ = gradients(lambda: (x.square().sum(), {}), (), [x], torch.tensor(8.0))
     assert grad.tolist() == [16.0, 32.0]
+
+
+def test_threads_are_those_that_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two threads get in each other's way, and where they help."""
+    import time
+
+    for slow in (1, 2):
+
+        def work(slow: int = slow) -> Tensor:
+            time.sleep(0.006 if torch.get_num_threads() == slow else 0.002)
+            return torch.rand(1)
+
+        torch.manual_seed(5)
+        choose_threads(work, 2)
+        assert torch.get_num_threads() == 3 - slow
+        after = torch.rand(1)
+        torch.manual_seed(5)
+        assert torch.equal(after, torch.rand(1)), "no draw was used up"
+    torch.set_num_threads(1)
+    expected, one = train(3)
+    found, other = train(3, most_threads=2)
+    assert found == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(weights(one), weights(other), atol=1e-5, rtol=1e-5)

@@ -63,8 +63,11 @@ def status(run_dir: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_ends_all_ranks_together_and_the_run_goes_on(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1), (signal.SIGINT, 4)])
+def test_a_signal_ends_all_ranks_together_and_the_run_goes_on(
+    tmp_path: Path, number: signal.Signals, ranks: int
+) -> None:
+    """Also with another number of ranks."""
     run_dir = tmp_path / "run"
     with training(run_dir, "--total-timesteps", "10_000_000") as process:
         wait_for_a_checkpoint(run_dir)
@@ -77,7 +80,8 @@ def test_a_signal_ends_all_ranks_together_and_the_run_goes_on(tmp_path: Path, nu
     assert status(run_dir)["state"] == ("interrupted" if number == signal.SIGINT else "preempted")
     steps = status(run_dir)["env_steps"]
     assert checkpoint.load(checkpoint.newest(run_dir / "checkpoints")).counters["env_steps"] == steps
-    with training(run_dir, "--total-timesteps", str(steps + 400), "--allow-change") as process:
+    flags = ["--nproc", str(ranks), "--total-timesteps", str(steps + 400), "--allow-change"]
+    with training(run_dir, *flags) as process:
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     assert f"continues at {steps:,} env steps" in out

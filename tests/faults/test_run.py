@@ -128,7 +128,7 @@ def test_the_same_environment_without_the_fault_is_done() -> None:
         ("--total-timesteps 0", "total_timesteps=0"),
         ("--eval-episodes 0", "eval_episodes=0"),
         ("--eval-every -1", "eval_every=-1"),
-        ("--threads -1", "threads=-1"),
+        ("--threads -2", "threads=-2"),
         ("--num-minibatches 3", "num_minibatches=3 does not divide 64 samples"),
         ("--num-minibatches 4 --memory lstm", "num_minibatches=4 does not divide 2 environments"),
         ("--gamma 1.5", "gamma=1.5 is out of range"),

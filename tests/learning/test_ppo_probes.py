@@ -118,6 +118,14 @@ def test_observed_reward(train_ppo: Train) -> None:
     assert values(agent, [-1.0], [1.0]) == pytest.approx([-1.0, 1.0], abs=0.06)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_solves_it_as_well(train_ppo: Train, precision: str) -> None:
+    agent = train_ppo("probe/ObsReward-v0", **COMMON, precision=precision)
+    assert values(agent, [-1.0], [1.0]) == pytest.approx([-1.0, 1.0], abs=0.1)
+    agent = train_ppo("probe/TimeLimit-v0", **COMMON | {"total_timesteps": 8192}, precision=precision)
+    assert values(agent, [0.0]) == pytest.approx([10.0], abs=0.5)
+
+
 def test_observed_reward_is_not_learned_blindly(train_ppo: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     blind(monkeypatch, "ObsReward")
     agent = train_ppo("probe/ObsReward-v0", **COMMON)

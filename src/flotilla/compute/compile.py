@@ -1,11 +1,11 @@
-"""Compilation behind one function: eager, `torch.compile`, or whichever is measured to be faster."""
+"""Eager or `torch.compile`, one thread or many: as asked for, or whichever is measured to be faster."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ import torch
 Compile = Literal["none", "default", "max", "auto"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-ROUNDS = 7  # of a measurement, each with one call of either
+WARM_UP, ROUNDS = 2, 7  # of a measurement, each with one call of every candidate
 
 
 def compiled(fn: F, how: Compile, device: torch.device) -> F:
@@ -43,16 +43,34 @@ class _Faster:
 
     def __call__(self, *args: Any) -> Any:
         if self._chosen is None:
-            before = torch.get_rng_state()  # what is measured may draw, and shall not be noticed
-            rounds = [[seconds(functools.partial(fn, *args)) for fn in self._candidates] for _ in range(ROUNDS + 2)]
-            eager, other = (statistics.median(column) for column in zip(*rounds[2:], strict=True))
-            self._chosen = self._candidates[other < eager]
-            torch.set_rng_state(before)
+            self._chosen = self._candidates[fastest([functools.partial(fn, *args) for fn in self._candidates])]
         return self._chosen(*args)
 
 
-def seconds(fn: Callable[[], Any]) -> float:
-    """How long a call takes."""
+def choose_threads(fn: Callable[[], Any], most: int) -> None:
+    """Let torch use one thread or `most`, whichever makes `fn` faster."""
+
+    def with_threads(count: int) -> None:
+        torch.set_num_threads(count)
+        fn()
+
+    counts = [1, most]
+    torch.set_num_threads(counts[fastest([functools.partial(with_threads, count) for count in counts])])
+
+
+def fastest(candidates: Sequence[Callable[[], Any]]) -> int:
+    """The number of the fastest, by the median of calls in turns; the first of equals.
+
+    They may draw random numbers, and the generator of the CPU is as it was afterwards.
+    """
+    before = torch.get_rng_state()
+    rounds = [[_seconds(fn) for fn in candidates] for _ in range(WARM_UP + ROUNDS)]
+    torch.set_rng_state(before)
+    medians = [statistics.median(column) for column in zip(*rounds[WARM_UP:], strict=True)]
+    return medians.index(min(medians))
+
+
+def _seconds(fn: Callable[[], Any]) -> float:
     start = time.perf_counter()
     fn()
     return time.perf_counter() - start

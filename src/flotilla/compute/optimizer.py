@@ -7,6 +7,7 @@ thousand weights this is most of the cost of a step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flotilla.compute.compile import Compile, compiled
+from flotilla.compute.compile import Compile, choose_threads, compiled
 from flotilla.compute.precision import LossScale, Precision
 from flotilla.compute.ranks import Ranks
 from flotilla.core.types import tree_map
@@ -31,7 +32,9 @@ class Optimizer:
     learning_rate: of Adam.  clip: largest global gradient norm, 0 for none.  eps: Adam's.  compile: whether
     losses and their gradients are compiled, together: one graph has half the cost of a compiled loss alone.
     precision: fp16 scales losses, so that small gradients do not vanish.  grad_accum_steps: in so many parts a
-    batch goes through the network.  fused: one kernel for the step, else one operation after another.
+    batch goes through the network.  most_threads: the first step finds out whether one or so many threads are
+    faster, for the whole process; 0 leaves them as they are.  fused: one kernel for the step, else one operation after
+    another.
     A step whose gradient is not finite changes nothing, on all ranks, and is counted; `problem` says what is wrong
     when more than `max_skipped` follow each other.
     """
@@ -48,6 +51,7 @@ class Optimizer:
         precision: Precision = "fp32",
         grad_accum_steps: int = 1,
         fused: bool = True,
+        most_threads: int = 0,
         max_skipped: int = 10,
     ) -> None:
         self._params = params = [p for p in parameters if p.requires_grad]
@@ -71,7 +75,7 @@ class Optimizer:
         self._mean, self._square = torch.zeros_like(flat), torch.zeros_like(flat)
         self._steps, self._skipped, self._in_a_row = (torch.zeros((), device=flat.device) for _ in range(3))
         self._scale = LossScale(flat.device) if precision == "fp16" else None
-        self._max_skipped = max_skipped
+        self._most_threads, self._max_skipped = most_threads, max_skipped
         self._terms: dict[str, Tensor] = {}
 
     def set_lr(self, learning_rate: float) -> None:
@@ -103,6 +107,10 @@ class Optimizer:
     def _differentiate(self, loss: Loss, args: tuple[Any, ...]) -> dict[str, Tensor]:
         """The gradient of `loss(*args)`, times the loss scale, into its place; the loss's terms."""
         scale = None if self._scale is None else self._scale.value
+        if self._most_threads:
+            part = next(parts(args, self._parts))[1] if self._parts > 1 else args
+            choose_threads(functools.partial(self._gradients, loss, part, self._params, scale), self._most_threads)
+            self._most_threads = 0
         if self._parts == 1:
             grads, terms = self._gradients(loss, args, self._params, scale)
             # One copy of all gradients costs less than zeroing them and adding to each.
