@@ -58,9 +58,7 @@ def main() -> None:
             slower.append(1 - beside / alone)
             stalls.append(stall)
     print(f"training stands still for {words(pauses)}; longest pause between two updates after it {words(stalls)}")
-    print(
-        f"updates in the second after it are slower by {words(slower, 100, '%')}; on disk after {words(written)} at most"
-    )
+    print(f"updates in the second after it are slower by {words(slower, 100, '%')}; on disk after {words(written)}")
 
 
 if __name__ == "__main__":

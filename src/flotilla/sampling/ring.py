@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,18 +13,14 @@ from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from flotilla.core.errors import UsageError
+from flotilla.core.limits import free_memory_bytes
 from flotilla.core.types import Spec
 
 Storage = Literal["ram", "disk", "device"]
-CGROUPS = {  # version of control groups -> limit, use, and what the use consists of
-    2: ("memory.max", "memory.current", "memory.stat"),
-    1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-}
 
 
 class Part(NamedTuple):
@@ -115,15 +110,7 @@ def _room(storage: Storage, device: torch.device, directory: Path | None) -> tup
         return shutil.disk_usage(directory).free, f"the disk of {directory}"
     if storage == "device" and device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0], str(device)
-    rooms = [psutil.virtual_memory().available]
-    for names in CGROUPS.values():
-        try:
-            limit, used, stat = ((Path("/sys/fs/cgroup") / name).read_text() for name in names)
-            cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # given back when it is asked for
-            rooms.append(max(0, int(limit) - int(used) + int(cached[1] if cached else 0)))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return min(rooms), "memory"
+    return free_memory_bytes(), "memory"
 
 
 class Ring:
