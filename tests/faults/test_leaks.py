@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,28 @@ class Hanging(gym.Env[Any, Any]):
             self.noted.touch()
 
 
-def held() -> tuple[int, int, int, int, int]:
-    """Descriptors, maps of blocks, children, threads, files in /dev/shm."""
+def held() -> tuple[int, int, int, int]:
+    """Descriptors, maps of blocks, children, threads."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd:flotilla")
-    shared = len(os.listdir("/dev/shm"))
     children = len(multiprocessing.active_children())
-    return len(os.listdir("/proc/self/fd")), maps, children, threading.active_count(), shared
+    return len(os.listdir("/proc/self/fd")), maps, children, threading.active_count()
+
+
+@pytest.fixture
+def nothing_in_shm() -> Iterator[None]:
+    """Nothing new stays in /dev/shm after the test."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert not left_in_shm(before)
+
+
+def left_in_shm(before: set[str], timeout_s: float = 15.0) -> set[str]:
+    """What is new in /dev/shm and stays; tests that run beside this one have semaphores there for a while."""
+    end = time.monotonic() + timeout_s
+    while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
 
 
 def gone(pids: list[int], timeout_s: float = 10.0) -> bool:
@@ -119,6 +134,7 @@ def test_closing_while_a_large_reply_is_on_its_way_is_quick() -> None:
     assert time.monotonic() - start < 2
 
 
+@pytest.mark.usefixtures("nothing_in_shm")
 def test_a_hundred_pools_leave_nothing() -> None:
     def cycle(method: str) -> None:
         pool = Pool([Hanging] * 2, num_workers=1, start_method=method, max_restarts=1, env_timeout_s=60)
@@ -137,6 +153,7 @@ def test_a_hundred_pools_leave_nothing() -> None:
     assert held() == before
 
 
+@pytest.mark.usefixtures("nothing_in_shm")
 def test_replacing_a_worker_leaves_nothing() -> None:
     pool = Pool([Hanging] * 2, num_workers=2, start_method="fork", max_restarts=100)
     pool.reset([0, 0])
@@ -150,6 +167,7 @@ def test_replacing_a_worker_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", "dies", "makes no spaces", "cannot be sent"])
+@pytest.mark.usefixtures("nothing_in_shm")
 def test_a_constructor_that_fails_leaves_nothing(how: str) -> None:
     def make() -> Any:
         if how == "raises":
@@ -169,6 +187,7 @@ def test_a_constructor_that_fails_leaves_nothing(how: str) -> None:
     assert held() == before
 
 
+@pytest.mark.usefixtures("nothing_in_shm")
 def test_a_pool_that_is_forgotten_ends() -> None:
     """Also one with a thread that watches it, and one whose worker was lost."""
     before = held()
@@ -259,14 +278,14 @@ ENDS: dict[str, Callable[[subprocess.Popen[str]], None]] = {
 @pytest.mark.parametrize("end", ENDS)
 def test_no_process_outlives_the_program(end: str, method: str) -> None:
     """Failure 6 of the list; with a second pool, whose processes fork has given the first one's pipes."""
-    before = len(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     with start("", method, WAIT, pools=2) as program:
         assert len(workers_of(program)) == 4
         everyone = descendants(program.pid)
         time.sleep(0.1)
         ENDS[end](program)
         assert gone([program.pid, *everyone], 20)
-        assert len(os.listdir("/dev/shm")) == before
+        assert not left_in_shm(before)
         _, errors = program.communicate()
     assert errors.count("Traceback") == (end == "Ctrl-C"), errors
 
