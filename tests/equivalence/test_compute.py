@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -108,26 +109,24 @@ def weights(agent: ppo.Agent) -> Tensor:
     return torch.cat([p.detach().flatten() for p in agent.parameters()])
 
 
-def in_world(size: int, function: str, *arguments: Any) -> list[Any]:
-    """What a function of this module says on each rank, as JSON."""
+def in_world(size: int, folder: Path, function: str, *arguments: Any) -> list[Any]:
+    """What a function of this module says on each rank; through files, as a pipe without a buffer may lose an end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     program = (
-        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import json, test_compute\n"
-        f"print(json.dumps(test_compute.{function}(*json.loads({json.dumps(arguments)!r}))))"
+        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
+        "import json, os, pathlib, test_compute\n"
+        f"said = test_compute.{function}(*json.loads({json.dumps(arguments)!r}))\n"
+        f"pathlib.Path({str(folder)!r}, os.environ['RANK']).write_text(json.dumps(said))"
     )
     world = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | world | {"RANK": str(rank)},
-        )
+        subprocess.Popen([sys.executable, "-c", program], env=os.environ | world | {"RANK": str(rank)})
         for rank in range(size)
     ]
-    return [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in started]
+    assert [process.wait() for process in started] == [0] * size
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(size)]
 
 
 def on_a_rank(dtype: str, obs: str) -> list[Any]:
@@ -139,6 +138,7 @@ def on_a_rank(dtype: str, obs: str) -> list[Any]:
     return [totals, mine.tolist(), float((mine - first).abs().max())]
 
 
+@pytest.mark.usefixtures("no_hang")
 @pytest.mark.parametrize(
     ("size", "dtype", "obs", "tolerance"),
     [
@@ -148,10 +148,12 @@ def on_a_rank(dtype: str, obs: str) -> list[Any]:
         (2, "float32", "images", 1e-5),
     ],
 )
-def test_ranks_with_the_same_global_batch_learn_as_one(size: int, dtype: str, obs: str, tolerance: float) -> None:
+def test_ranks_with_the_same_global_batch_learn_as_one(
+    size: int, dtype: str, obs: str, tolerance: float, tmp_path: Path
+) -> None:
     totals, agent = train(dtype=getattr(torch, dtype), obs=obs)
     assert max(totals) - min(totals) > 0.01, "it learns"
-    for found, mine, difference in in_world(size, "on_a_rank", dtype, obs):
+    for found, mine, difference in in_world(size, tmp_path, "on_a_rank", dtype, obs):
         assert found == pytest.approx(totals, abs=tolerance)
         assert difference == 0.0
         limit = 1e-10 if dtype == "float64" else 1e-4

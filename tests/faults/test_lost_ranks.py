@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from flotilla.compute import checkpoint
-from flotilla.launch import launch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -107,7 +106,7 @@ def test_a_rank_that_dies(tmp_path: Path, rank: int, restarts: int) -> None:
         assert "Traceback" not in out
     else:
         assert process.returncode == 75, out
-        assert "a rank was lost; start 2 of 2" in out
+        assert f"rank {rank} ended by signal 9 (Killed); start 2 of 2" in out
         assert "continues at " in out
 
 
@@ -131,34 +130,6 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path) -> None:
         process.kill()
         gone, alive = psutil.wait_procs(ranks, timeout=10)
     assert (len(gone), alive) == (2, [])
-
-
-PROGRAM = """
-import os, sys
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2" and os.environ["LOCAL_RANK"] == rank
-codes = sys.argv[1].split(";")[int(attempt)].split(",")
-sys.exit(int(codes[int(rank)]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("codes", "restarts", "code"),
-    [
-        ("0,0", 0, 0),
-        ("75,75", 3, 75),
-        ("64,64", 3, 64),
-        ("64,1", 3, 64),
-        ("130,130", 3, 130),
-        ("0,1", 0, 1),
-        ("139,0", 0, 1),
-        ("1,0;1,1;0,0", 2, 0),
-        ("1,0;0,75;9,9", 2, 75),
-        ("1,0;2,0;0,3", 2, 1),
-    ],
-)
-def test_exit_codes(codes: str, restarts: int, code: int) -> None:
-    assert launch(2, [sys.executable, "-c", PROGRAM, codes], restarts) == code
 
 
 def test_a_wrong_flag_is_told_once(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +26,7 @@ MODEL, TRAINER, COUNTERS, MANIFEST = (
     "manifest.json",
 )
 SCHEMA = 1  # of the directory; a later version of this file reads it, an earlier one refuses it
+OLD = ".old"  # behind the name of a checkpoint while another takes its place
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,21 @@ class Checkpoints:
     """
 
     def __init__(self, root: Path, *, keep_last: int = 2) -> None:
-        self._root, self._keep_last, self._problem = root, keep_last, ""
+        assert keep_last > 0
+        self._root, self._keep_last = root, keep_last
+        self._problems: list[str] = []
         self._writer: threading.Thread | None = None
 
     def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
-        """Take what is there now; waits for the checkpoint before to be written."""
+        """Take what is there now; waits for the checkpoint before to be written.
+
+        One that takes the place of another of the same step, without a score, keeps the score of that one.
+        """
         self._join()
         taken = Snapshot(
             snapshot.step,
-            {key: _host(x) for key, x in snapshot.model.items()},
-            {key: _host(x) for key, x in snapshot.trainer.items()},
+            {key: _copied(x) for key, x in snapshot.model.items()},
+            {key: _copied(x) for key, x in snapshot.trainer.items()},
             json.loads(json.dumps(snapshot.counters)),
         )
         # No daemon: an interpreter that ends waits until the checkpoint is whole.
@@ -62,88 +68,56 @@ class Checkpoints:
         self._writer.start()
 
     def wait(self) -> str:
-        """Until what was taken is on disk; in words why it could not be written, once, else empty."""
+        """Until what was taken is on disk; in words what could not be written, each once, else empty."""
         self._join()
-        problem, self._problem = self._problem, ""
-        return problem
+        problems, self._problems = self._problems, []
+        return "; ".join(problems)
 
     def _join(self) -> None:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
 
-    def _write(self, snapshot: Snapshot, score: float | None) -> None:
+    def _write(self, taken: Snapshot, score: float | None) -> None:
         try:
-            write(self._root, snapshot, keep_last=self._keep_last, score=score)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            self._problem = (
-                f"the checkpoint of step {snapshot.step:,} could not be written ({reason}); earlier ones stay"
+            target = _write(self._root, taken, score)
+            _prune(self._root, target, self._keep_last)
+        except Exception as error:  # of any kind: what is not told here, nobody would hear of
+            reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
+            self._problems.append(
+                f"the checkpoint of step {taken.step:,} could not be written ({reason}); earlier ones stay"
             )
-        except SafetensorError as error:  # what its own writing fails with
-            self._problem = (
-                f"the checkpoint of step {snapshot.step:,} could not be written ({error}); earlier ones stay"
-            )
-
-
-def write(root: Path, snapshot: Snapshot, *, keep_last: int = 2, score: float | None = None) -> Path:
-    """Write `root`/step_<step> through a temporary directory and a rename, and drop what need not stay."""
-    target = root / f"step_{snapshot.step:012d}"
-    temporary, aside = root / f".{target.name}.{os.getpid()}.tmp", root / f"{target.name}.old"
-    root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(".step_*.tmp"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        for name, tensors in ((MODEL, snapshot.model), (TRAINER, snapshot.trainer)):
-            save_file({key: _host(x) for key, x in tensors.items()}, temporary / name)
-        (temporary / COUNTERS).write_text(json.dumps(snapshot.counters, indent=1))
-        manifest = {"schema": SCHEMA, "step": snapshot.step, "score": score, "sha256": _hashes(temporary)}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for file in [*temporary.iterdir(), temporary]:
-            _sync(file)
-        if target.exists():
-            # Under its other name the old one counts as well, should this process be killed between the two renames.
-            shutil.rmtree(aside, ignore_errors=True)
-            target.rename(aside)
-        temporary.rename(target)
-        _sync(root)
-        shutil.rmtree(aside, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _prune(root, keep_last)
-    return target
-
-
-def _host(x: Tensor) -> Tensor:
-    """A copy on the host of its own, as weights may be parts of one large tensor."""
-    return x.detach().to("cpu", copy=True).contiguous()
-
-
-def _prune(root: Path, keep_last: int) -> None:
-    found = valid(root)
-    top = best(root)
-    for old in found[:-keep_last]:
-        if old != top:
-            shutil.rmtree(old)
-
-
-def best(root: Path) -> Path | None:
-    """The checkpoint with the highest score; the later one of equals."""
-    scores = [(_manifest(path)["score"], path) for path in valid(root)]
-    scored = [(score, path) for score, path in scores if score is not None and math.isfinite(score)]
-    return max(scored)[1] if scored else None
 
 
 def find(root: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and a sentence about each newer one that is not."""
     words: list[str] = []
-    for path in sorted(root.glob("step_*"), reverse=True):
+    for path in reversed(_listed(root)):
         damage = damage_of(path)
         if not damage:
             return path, words
         words.append(f"{path} is damaged and not used: {damage}")
     return None, words
+
+
+def newest(root: Path) -> Path:
+    """The newest checkpoint of a run's directory of them; UsageError where none is whole."""
+    path, _ = find(root)
+    if path is None:
+        raise UsageError(f"no valid checkpoint in {root} (train with --run-dir {root.parent} first)")
+    return path
+
+
+def best(root: Path) -> Path | None:
+    """The checkpoint with the highest score; the later one of equals."""
+    scored = [(stated["score"], path) for path in _listed(root) if (stated := _stated(path))]
+    ranked = sorted([(score, path) for score, path in scored if score is not None], key=lambda pair: pair[0])
+    return next((path for _, path in reversed(ranked) if not damage_of(path)), None)
+
+
+def valid(root: Path) -> list[Path]:
+    """The checkpoints in `root` whose files are what their manifest says, oldest first."""
+    return [path for path in _listed(root) if not damage_of(path)]
 
 
 def load(path: Path) -> Snapshot:
@@ -153,11 +127,6 @@ def load(path: Path) -> Snapshot:
     return Snapshot(_manifest(path)["step"], model, _read(path / TRAINER), counters)
 
 
-def valid(root: Path) -> list[Path]:
-    """The checkpoints in `root` whose files are what their manifest says, oldest first."""
-    return [path for path in sorted(root.glob("step_*")) if not damage_of(path)]
-
-
 def load_model(path: Path) -> dict[str, Tensor]:
     """The weights and statistics of a checkpoint; UsageError where it is none or damaged."""
     if damage := damage_of(path):
@@ -165,36 +134,122 @@ def load_model(path: Path) -> dict[str, Tensor]:
     return _read(path / MODEL)
 
 
-def newest(root: Path) -> Path:
-    """The newest valid checkpoint below a run's directory."""
-    found = valid(root)
-    if not found:
-        raise UsageError(f"no valid checkpoint in {root} (train with --run-dir {root.parent} first)")
-    return found[-1]
-
-
 def damage_of(path: Path) -> str:
     """What is wrong with a checkpoint, in words; empty where it is whole."""
     try:
-        manifest = _manifest(path)
-        hashes = manifest["sha256"]
-        if manifest["schema"] != SCHEMA:
-            return f"{MANIFEST} has schema {manifest['schema']}, and this version reads {SCHEMA}"
-        for name, found in _hashes(path).items():
-            if hashes[name] != found:
-                return f"{name} ({(path / name).stat().st_size:,} bytes) is not what {MANIFEST} says"
+        for name, stated in _manifest(path)["files"].items():
+            size = (path / name).stat().st_size
+            if size != stated["bytes"]:
+                return f"{name} has {size:,} bytes, and {stated['bytes']:,} were written"
+            if _sha256(path / name) != stated["sha256"]:
+                return f"{name} is not what was written (its sha256 is another)"
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST} cannot be read"
+    except ValueError as error:
+        return f"{MANIFEST} {error}"
     return ""
 
 
+def _write(root: Path, taken: Snapshot, score: float | None) -> Path:
+    """Write `root`/step_<step> through a temporary directory and a rename; its tensors have memory of their own."""
+    target = root / f"step_{taken.step:012d}"
+    temporary, aside = _hidden(target), target.with_name(target.name + OLD)
+    root.mkdir(parents=True, exist_ok=True)
+    _tidy(root)
+    if score is None or not math.isfinite(score):
+        score = _stated(target).get("score")  # a run saves once more at its end, and a step has one agent
+    temporary.mkdir()
+    try:
+        save_file(dict(taken.model), temporary / MODEL)
+        save_file(dict(taken.trainer), temporary / TRAINER)
+        (temporary / COUNTERS).write_text(json.dumps(taken.counters, indent=1))
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in temporary.iterdir()}
+        manifest = {"schema": SCHEMA, "step": taken.step, "score": score, "files": files}
+        (temporary / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
+        for file in [*temporary.iterdir(), temporary]:
+            _sync(file)
+        if target.exists():
+            # Under its other name the old one counts as well, should this process be killed between the two renames.
+            target.rename(aside)
+        temporary.rename(target)
+        _sync(root)
+        _remove(aside)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _tidy(root: Path) -> None:
+    """Finish what a process began that was killed."""
+    for left in root.glob(".step_*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+    for aside in root.glob(f"step_*{OLD}"):
+        target = aside.with_name(aside.name.removesuffix(OLD))
+        if target.exists():
+            _remove(aside)
+        else:
+            aside.rename(target)
+
+
+def _prune(root: Path, written: Path, keep_last: int) -> None:
+    """Remove what is older than the last whole ones; what no manifest of ours speaks of stays."""
+    older, kept = _listed(root), 0
+    while older and kept < keep_last:
+        path = older.pop()
+        kept += path == written or not damage_of(path)
+    top = best(root)
+    for path in older:
+        if path != top and _stated(path):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """At once, by its name: what a killed process has half deleted must not look like a damaged checkpoint."""
+    if path.exists():
+        path.rename(_hidden(path))
+        shutil.rmtree(_hidden(path), ignore_errors=True)
+
+
+def _hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _listed(root: Path) -> list[Path]:
+    """What may be checkpoints, oldest first; one that was put aside is older than what took its place."""
+    return sorted(root.glob("step_*"), key=lambda path: (path.name.removesuffix(OLD), path.suffix != OLD))
+
+
+def _copied(x: Tensor) -> Tensor:
+    """On the host and in memory of its own, as weights may be parts of one large tensor."""
+    return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """A checkpoint's manifest; empty where it cannot be read."""
+    try:
+        return _manifest(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def _manifest(path: Path) -> dict[str, Any]:
-    content = json.loads((path / MANIFEST).read_text())
-    if not isinstance(content, dict):
-        raise TypeError(content)
+    """Schema, step, score and files of a checkpoint; ValueError, in words, where they are not what was written."""
+    text = (path / MANIFEST).read_bytes()
+    try:
+        content = json.loads(text)
+        schema = content["schema"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("cannot be read") from None
+    if schema != SCHEMA:
+        raise ValueError(f"has schema {schema}, and this version reads {SCHEMA}")
+    if content.pop("sha256", "") != _digest(content):
+        raise ValueError("is not what was written (its sha256 is another)")
+    assert isinstance(content, dict)
     return content
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _read(file: Path) -> dict[str, Tensor]:
@@ -202,13 +257,9 @@ def _read(file: Path) -> dict[str, Tensor]:
     return {key: x.clone() for key, x in load_file(file).items()}
 
 
-def _hashes(path: Path) -> dict[str, str]:
-    """The sha256 of each file that a checkpoint must have."""
-    hashes = {}
-    for name in (MODEL, TRAINER, COUNTERS):
-        with (path / name).open("rb") as file:
-            hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

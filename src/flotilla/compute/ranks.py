@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,13 +36,21 @@ class Ranks:
 
     @classmethod
     def join(cls, device_type: str, timeout_s: float = 1800.0) -> Ranks:
-        """The world that torchrun describes in the environment (RANK, WORLD_SIZE, ...), else a world of one."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        """The world that torchrun describes in the environment (RANK, WORLD_SIZE, ...), else a world of one.
+
+        `timeout_s` is how long this waits for the others, and how long each collective will.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
             return cls()
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size) and sys.platform == "linux":
+            # All ranks are on this machine, whose own name need not lead to a usable address.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # gloo beside nccl, for the decisions that lie on the host.
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        return cls(dist.get_rank(), dist.get_world_size())
+        ranks = cls(int(os.environ["RANK"]), world_size)
+        ranks._together(dist.init_process_group, backend, timeout=timedelta(seconds=timeout_s))
+        return ranks
 
     def sum_(self, x: Tensor) -> Tensor:
         """`x`, replaced by its sum over ranks."""
@@ -69,11 +78,11 @@ class Ranks:
         most = int(counts.max())
         own = x.new_zeros(most, *x.shape[1:])
         own[: len(x)] = x
-        # As bytes, since gloo does not know every dtype.
-        flat = own.contiguous().view(torch.uint8) if own.dim() > 1 else own.view(torch.uint8)
-        parts = [torch.empty_like(flat) for _ in range(self.world_size)]
-        self._together(dist.all_gather, parts, flat)
-        return torch.cat([part.view(x.dtype)[:n] for part, n in zip(parts, counts.tolist(), strict=True)])
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        if own.numel():
+            # As bytes, since gloo does not know every dtype.
+            self._together(dist.all_gather, [part.view(torch.uint8) for part in parts], own.view(torch.uint8))
+        return torch.cat([part[:n] for part, n in zip(parts, counts.tolist(), strict=True)])
 
     def share(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Rank 0's tensors, on the host, on every rank; the others pass None."""
