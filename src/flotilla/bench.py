@@ -15,13 +15,12 @@ from typing import Any
 
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from flotilla.core.config import RunConfig
-from flotilla.core.errors import UsageError, nearest
+from flotilla.core.config import RANGES, RunConfig
+from flotilla.core.errors import UsageError, check_ranges, nearest
 from flotilla.doctor import machine
 from flotilla.envs.make import EnvOptions, make_env
 from flotilla.envs.profile import Profile, profile
 from flotilla.evaluation import options_of
-from flotilla.run import check
 from flotilla.sampling import autotune
 from flotilla.sampling.autotune import ENVS_PER_CORE, WINDOWS, Rate, Say, Trial
 
@@ -42,7 +41,7 @@ class Tuned:
 
 def checked(config: RunConfig, automatic: Iterable[str]) -> RunConfig:
     """The configuration with 0 for the fields that are to be measured; UsageError for other numbers that cannot be."""
-    check(config)
+    check_ranges(config, RANGES)
     numbers: dict[str, Any] = dict.fromkeys(automatic, 0)
     return replace(config, **numbers)
 

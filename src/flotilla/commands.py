@@ -13,17 +13,18 @@ import torch
 
 from flotilla import rundir
 from flotilla.compute import checkpoint
+from flotilla.compute.device import device_of
 from flotilla.compute.optimizer import parameter_counts
 from flotilla.compute.precision import place
 from flotilla.compute.ranks import PeerLost
 from flotilla.core import names
-from flotilla.core.config import RunConfig
-from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
+from flotilla.core.config import RANGES, RunConfig
+from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError, check_ranges
 from flotilla.core.provenance import provenance
 from flotilla.evaluation import evaluate, record_video
 from flotilla.monitor.records import summary
 from flotilla.monitor.writers import STATUS_FILE
-from flotilla.run import Run, check, device_of, spec_of
+from flotilla.run import Run, spec_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -103,7 +104,7 @@ def evaluate_run(
 def describe(algorithm: str, run_config: RunConfig, config: Any) -> dict[str, Any]:
     """The resolved configuration, the spaces, and the parameters of each module, without training."""
     module = names.load("algorithm", names.ALGORITHMS, algorithm)
-    check(run_config)
+    check_ranges(run_config, RANGES)
     spec = spec_of(run_config)
     counts = parameter_counts(module.Agent(spec, config))
     return {

@@ -5,7 +5,7 @@ Shape legend: T steps, N environments, M minibatches of B samples; suffix 1 as i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -65,6 +65,17 @@ def _column(x_M: Tensor, like: Tensor) -> Tensor:
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
     """Mean of `x` times `weight` (same shape): the mean over the entries that count, where weights are balanced."""
     return torch.dot(x.flatten(), weight.flatten()) / x.numel()
+
+
+def polyak(targets: Iterable[Tensor], sources: Iterable[Tensor], tau: float) -> None:
+    """Move each target the share `tau` of the way to its source (Lillicrap et al. 2016); 1 copies."""
+    with torch.no_grad():
+        torch._foreach_lerp_(list(targets), list(sources), tau)
+
+
+def schedule(start: float, end: float, share: float) -> float:
+    """From `start` to `end` on a straight line while `share` goes from 0 to 1; there it stays."""
+    return start + (end - start) * min(share, 1.0)
 
 
 def explained_variance(prediction: Tensor, target: Tensor, weight: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from flotilla import rundir
 from flotilla.compute import checkpoint
 from flotilla.compute.checkpoint import Checkpoints, Snapshot
+from flotilla.compute.device import device_of
 from flotilla.compute.optimizer import Optimizer
 from flotilla.compute.precision import autocast, place
 from flotilla.compute.profile import Profile
@@ -25,20 +26,24 @@ from flotilla.compute.randomness import Randomness
 from flotilla.compute.ranks import Ranks
 from flotilla.compute.state import Stateful, collect, restore, tell
 from flotilla.compute.statistics import moments
-from flotilla.core.config import RunConfig
-from flotilla.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
+from flotilla.core.config import RANGES, RunConfig
+from flotilla.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, check_ranges
+from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Episode, Spec
-from flotilla.envs.make import frames_per_step
+from flotilla.envs.make import frame_stack, frames_per_step
 from flotilla.evaluation import evaluate, options_of, record_video
 from flotilla.monitor.monitor import Monitor, State
 from flotilla.monitor.records import over_ranks, summary
 from flotilla.nets.encoders import has_image
 from flotilla.sampling.choose import choose, choose_batch, choose_groups, env_ids, make_backend
+from flotilla.sampling.priorities import Priorities
+from flotilla.sampling.replay import Replay
 from flotilla.sampling.sampler import Sampler
 
 M = TypeVar("M", bound=nn.Module)
 
 CHECKPOINT_EVERY_S = 300.0  # where no number of steps is asked for
+LEARNING = {"learned_steps": 0, "due": 0.0, "updates": 0}  # what `updates` counts
 TIME_LIMIT = "time limit"  # beside the names of signals, why a run stops early
 
 
@@ -51,7 +56,7 @@ class Run:
     """
 
     def __init__(self, algorithm: str, config: RunConfig, algorithm_config: Any, origin: dict[str, Any]) -> None:
-        check(config)
+        check_ranges(config, RANGES)
         self._started = time.perf_counter()
         self._run_dir = rundir.locate(config, algorithm)
         self.config = config
@@ -77,13 +82,14 @@ class Run:
         self._measured_threads = cores if config.threads == -1 else 0
         torch.set_num_threads(max(config.threads, 0) or (cores if has_image(self.spec.obs_space) else 1))
         self._random = Randomness(self.device, config.seed, self._ranks.rank)
-        self._frames_per_step = frames_per_step(ids[0], options)
+        self._frames_per_step, self._frame_stack = frames_per_step(ids[0], options), frame_stack(ids[0])
+        self._closing = contextlib.ExitStack()
         self._notes = ["backend: {} ({})".format(*choose(config, options))]  # for people, until the monitor is there
         self._checkpoints = Checkpoints(self._run_dir / "checkpoints", keep_last=config.keep_checkpoints)
         self._objects: dict[str, Stateful] = {}
         self._optimizers: list[Optimizer] = []
         self._saved: dict[str, Tensor] = {}  # the random generators of the checkpoint that the run goes on from
-        self._counters: dict[str, Any] = {"env_steps": 0, "best_score": None, "monitor": None}
+        self._counters: dict[str, Any] = {"env_steps": 0, "best_score": None, "monitor": None} | LEARNING
         self._metrics: dict[str, Tensor | float] = {}  # of this iteration, where other ranks have theirs
         self._monitor: Monitor | None = None
         self._signal: signal.Signals | None = None
@@ -127,6 +133,60 @@ class Run:
         self._optimizers.append(optimizer)
         return optimizer
 
+    def replay(
+        self,
+        capacity: int,
+        *,
+        gamma: float,
+        n_step: int = 1,
+        prioritized: Priorities | None = None,
+    ) -> Replay:
+        """The newest `capacity` transitions of all ranks together, this rank's own share of them.
+
+        No more than a run of this length can fill.
+        """
+        config, ranks = self.config, self._ranks
+        longest = 2 * config.total_timesteps // ranks.world_size  # every second row may be an ignored one
+        replay = Replay(
+            self.spec,
+            self.num_envs,
+            min(self.per_rank("buffer_size", capacity), max(longest, self.num_envs * (n_step + 1))),
+            device=self.device,
+            seed=stream_seed(config.seed, "replay", ranks.rank),
+            frame_stack=self._frame_stack,
+            storage=config.buffer_storage,
+            directory=self._run_dir if config.buffer_storage == "disk" else None,
+            max_bytes=config.buffer_bytes // ranks.world_size,
+            gamma=gamma,
+            n_step=n_step,
+            prioritized=prioritized,
+        )
+        where = "RAM" if config.buffer_storage == "ram" else config.buffer_storage
+        self._notes.append(f"replay: {replay.bytes / 1e9:.3g} GB of {where} when it is full")
+        self._closing.callback(replay.close)
+        return replay
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps of all ranks before this iteration."""
+        return self._env_steps
+
+    def updates(self, count: int, *, every: int, after: int) -> Iterator[int]:
+        """The gradient steps that are due, by their number since the run began (the first is 1).
+
+        They are `count` for `every` environment steps of all ranks that came after the first `after`, whatever the
+        number of environments: what is left of a step is kept.  count: -1 for as many as environment steps.
+        """
+        counters = self._counters
+        steps = int(self._ranks.sum_(torch.tensor(self.sampler.env_steps)))
+        new = max(0, steps - max(counters["learned_steps"], after))
+        counters["learned_steps"] = steps
+        due = counters["due"] + (new if count < 0 else new * count / every)
+        counters["due"] = due - int(due + 1e-9)  # a sum of tenths may lack its last bit
+        for _ in range(int(due + 1e-9)):
+            counters["updates"] += 1
+            yield counters["updates"]
+
     def moments(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mean, variance and count of data (B, ...) of weight (B) on all ranks."""
         return moments(self._ranks, x, weight)
@@ -141,6 +201,8 @@ class Run:
         All of them are as they were where the run's directory has a checkpoint to go on from.
         """
         self._objects = {"agent": agent, "sampler": self.sampler, **others}
+        for x in agent.state_dict().values():  # targets and statistics as well, which no optimizer owns
+            self._ranks.broadcast_(x)
         saved = self._ranks.share(self._load() if self._ranks.rank == 0 else None)
         if not saved:
             return
@@ -180,8 +242,9 @@ class Run:
                 self._profile.tick()
             self._exchange()
             for optimizer in self._optimizers:
-                if problem := optimizer.problem(dict(self._agent.named_parameters())):
-                    raise RuntimeError(f"training diverged: {problem}")
+                if optimizer.is_stuck():
+                    names = dict(self._agent.named_parameters())
+                    raise RuntimeError(f"training diverged: {optimizer.problem(names)}")
             is_best = self._crossed(self.config.eval_every, before) and self._env_steps < total and self._evaluate()
             if self._due(before) or is_best:
                 self._save(is_best)
@@ -351,6 +414,7 @@ class Run:
         """Free everything; the state is written unless the run has ended by itself."""
         self.sampler.close()
         self._checkpoints.wait()
+        self._closing.close()
         if self._monitor:
             self._monitor.close(state, message)
         self._ranks.leave(together=state == "done")
@@ -367,52 +431,3 @@ def spec_of(config: RunConfig) -> Spec:
     backend = make_backend(config, options_of(config, training=False), num_envs=1)
     backend.close()
     return backend.spec
-
-
-def check(config: RunConfig) -> None:
-    """Refuse counts that no run can have."""
-    for name in (
-        "num_envs",
-        "total_timesteps",
-        "eval_episodes",
-        "image_size",
-        "action_repeat",
-        "keep_checkpoints",
-        "grad_accum_steps",
-        "nproc",
-        "rank_timeout_s",
-    ):
-        if getattr(config, name) < 1:
-            raise UsageError(f"{name}={getattr(config, name)} must be at least 1")
-    for name in (
-        "eval_every",
-        "checkpoint_every",
-        "seed",
-        "log_every_s",
-        "env_groups",
-        "num_workers",
-        "env_timeout_s",
-        "max_env_restarts",
-        "time_limit_s",
-        "max_restarts",
-        "max_skipped_steps",
-    ):
-        if getattr(config, name) < 0:
-            raise UsageError(f"{name}={getattr(config, name)} must not be negative")
-    if config.threads < -1:
-        raise UsageError(f"threads={config.threads} is no number of threads; give 1 or more, 0, or auto")
-
-
-def device_of(name: str) -> torch.device:
-    """The device that a configuration names; UsageError where there is none."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one GPU a rank
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"unknown device '{name}'; choose from auto, cpu, cuda, cuda:<index>") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device '{name}' needs a CUDA GPU, and torch {torch.__version__} sees none; use --device cpu")
-    return device

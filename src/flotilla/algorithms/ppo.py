@@ -19,7 +19,7 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from flotilla.core.errors import UsageError
+from flotilla.core.errors import UsageError, check_ranges
 from flotilla.core.types import Obs, Rollout, Row, Spec, State, tree_map
 from flotilla.functional import Mean, balanced, explained_variance, gae, standardize, weighted_mean
 from flotilla.nets.distributions import Distribution, distribution, parameter_size
@@ -144,7 +144,7 @@ def diagnostics(terms: dict[str, Tensor], weight: Tensor, clip_coef: float) -> d
 
 def check(config: Config, run: Run) -> None:
     """Refuse numbers out of range and sizes that do not divide, before anything is made."""
-    limits = {
+    ranges = {
         "learning_rate": (0, math.inf),
         "adam_eps": (0, math.inf),
         "num_steps": (1, math.inf),
@@ -155,12 +155,9 @@ def check(config: Config, run: Run) -> None:
         "max_grad_norm": (0, math.inf),
         "target_kl": (0, math.inf),
         "memory_size": (1, math.inf),
+        "hidden_sizes": (1, math.inf),
     }
-    for name, (low, high) in limits.items():
-        if not low <= getattr(config, name) <= high:  # not a number is never in a range
-            raise UsageError(f"{name}={getattr(config, name)} is out of range; choose from {low} to {high}")
-    if min(config.hidden_sizes, default=1) < 1:
-        raise UsageError(f"hidden_sizes={config.hidden_sizes} has a layer without features; give 1 or more each")
+    check_ranges(config, ranges)
     count, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
     if config.memory != "none":
         count, unit = run.num_envs, "environments (sequences, with a memory)"

@@ -35,7 +35,7 @@ class Optimizer:
     batch goes through the network.  most_threads: the first step finds out whether one or so many threads are
     faster, for the whole process; 0 leaves them as they are.  fused: one kernel for the step, else one operation after
     another.
-    A step whose gradient is not finite changes nothing, on all ranks, and is counted; `problem` says what is wrong
+    A step whose gradient is not finite changes nothing, on all ranks, and is counted; it `is_stuck`
     when more than `max_skipped` follow each other.
     """
 
@@ -156,10 +156,12 @@ class Optimizer:
         change = self._mean / deviation * (self._lr / (1 - beta1**self._steps))
         self._flat.sub_(torch.where(broken.bool(), 0.0, change))
 
+    def is_stuck(self) -> bool:
+        """Whether too many steps in a row had a gradient that is not finite."""
+        return bool(self._in_a_row > self._max_skipped)
+
     def problem(self, names: Mapping[str, nn.Parameter]) -> str:
-        """Which terms of the loss, or else which parameters' gradients, are not finite, after too many such steps."""
-        if self._in_a_row <= self._max_skipped:
-            return ""
+        """Which terms of the last loss, or else which parameters' gradients, are not finite, in words."""
         broken = [name for name, x in self._terms.items() if not bool(torch.isfinite(x).all())]
         if not broken:
             grads = {id(p): grad for p, grad in zip(self._params, self._grads, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ class RunConfig:
     max_env_restarts: int = 10  # environments that failed and were restarted within 5 minutes, before the run ends
     env_batch: int = 0  # act for the first so many environments that are ready (workers backend); 0: for all
     env_groups: int = 0  # groups of environments that take turns: one steps while the policy acts; 0: chosen
+    buffer_bytes: int = 0  # most memory for a replay, all ranks together; 0: all that is free
+    buffer_storage: Literal["ram", "disk", "device"] = "ram"  # where a replay lies; disk: mapped files in run_dir
     run_dir: str = "auto"  # directory of the run; auto: runs/<algorithm>-<env>-seed<seed>-<time>
     device: str = "auto"  # auto | cpu | cuda | cuda:1; auto takes a GPU where there is one
     threads: int = 0  # CPU threads of the learner; 0: one, for convolutions all cores; -1 (auto): measured
@@ -57,6 +60,8 @@ class RunConfig:
 # Flags that change where, how fast or how visibly a run goes on, but not what it learns.
 HARMLESS = frozenset(
     {
+        "buffer_bytes",
+        "buffer_storage",
         "num_workers",
         "start_method",
         "env_timeout_s",
@@ -86,3 +91,38 @@ HARMLESS = frozenset(
         "profile",
     }
 )
+
+RANGES = {
+    **dict.fromkeys(
+        (
+            "num_envs",
+            "total_timesteps",
+            "eval_episodes",
+            "image_size",
+            "action_repeat",
+            "keep_checkpoints",
+            "grad_accum_steps",
+            "nproc",
+            "rank_timeout_s",
+        ),
+        (1.0, math.inf),
+    ),
+    **dict.fromkeys(
+        (
+            "eval_every",
+            "checkpoint_every",
+            "seed",
+            "log_every_s",
+            "env_groups",
+            "num_workers",
+            "env_timeout_s",
+            "max_env_restarts",
+            "time_limit_s",
+            "max_restarts",
+            "max_skipped_steps",
+            "buffer_bytes",
+        ),
+        (0.0, math.inf),
+    ),
+    "threads": (-1.0, math.inf),
+}

@@ -7,7 +7,7 @@ from typing import Any
 
 from flotilla.core.errors import UsageError, nearest
 
-ALGORITHMS = {"ppo": "flotilla.algorithms.ppo"}
+ALGORITHMS = {name: f"flotilla.algorithms.{name}" for name in ("ppo", "ddpg", "td3", "sac")}
 
 
 def load(kind: str, table: dict[str, str], name: str) -> Any:

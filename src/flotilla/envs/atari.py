@@ -21,6 +21,7 @@ EXTRA = "atari"
 PACKAGES = ("ale_py", "cv2")
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY = ("reward_clip", "life_loss")
+FRAME_STACK = 4
 CHECK_IDS = ("ALE/Pong-v5", "BreakoutNoFrameskip-v4")
 
 FRAME_SKIP = 4  # frames an action is held; the last two are merged, since sprites flicker

@@ -17,6 +17,7 @@ EXTRA = "box2d"
 PACKAGES = ("Box2D", "pygame")
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("LunarLander-v3", "BipedalWalker-v3")
 
 frames_per_step = registered.frames_per_step

@@ -15,6 +15,7 @@ EXTRA = "classic"
 PACKAGES: tuple[str, ...] = ()  # pygame draws, and is not needed otherwise
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0")
 
 frames_per_step = registered.frames_per_step

@@ -18,6 +18,7 @@ EXTRA = "crafter"
 PACKAGES = ("crafter",)
 OPTIONS = ("image_size",)
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("crafter_reward",)  # making worlds is slow
 
 IDS = ("crafter_reward", "crafter_noreward")

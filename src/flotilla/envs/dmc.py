@@ -19,6 +19,7 @@ EXTRA = "dmc"
 PACKAGES = ("dm_control",)
 OPTIONS = ("obs_type", "image_size", "action_repeat")
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("dmc_walker_walk", "dmc/cartpole-swingup")
 
 # domain: its tasks; written out, because importing dm_control takes seconds.

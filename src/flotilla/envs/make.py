@@ -51,6 +51,7 @@ class Suite(Protocol):
     PACKAGES: tuple[str, ...]  # modules that must be importable before an environment is made
     OPTIONS: tuple[str, ...]  # fields of EnvOptions that it heeds, besides training and render_mode
     TRAINING_ONLY: tuple[Literal["reward_clip", "life_loss"], ...]  # what its evaluation leaves out
+    FRAME_STACK: int  # frames of an observation that is a stack of them, else 1
     CHECK_IDS: tuple[str, ...]  # the ids that the contract test makes
 
     def ids(self) -> Sequence[str]:
@@ -99,6 +100,11 @@ def installed_suites() -> dict[str, str]:
 def frames_per_step(env_id: str, options: EnvOptions) -> int:
     """Raw simulator frames per environment step: Atari 4, HalfCheetah 5, CartPole 1, dm_control its repeat."""
     return suites()[suite_of(env_id)].frames_per_step(env_id, options)
+
+
+def frame_stack(env_id: str) -> int:
+    """How many frames an observation stacks, the newest last, each the stack before it moved on by one; 1: none."""
+    return suites()[suite_of(env_id)].FRAME_STACK
 
 
 def make_env(env_id: str, options: EnvOptions | None = None) -> gym.Env[Any, Any]:

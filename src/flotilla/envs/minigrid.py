@@ -19,6 +19,7 @@ EXTRA = "minigrid"
 PACKAGES = ("minigrid",)
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("MiniGrid-Empty-5x5-v0", "MiniGrid-MemoryS7-v0")
 
 frames_per_step = registered.frames_per_step

@@ -18,6 +18,7 @@ EXTRA = "mujoco"
 PACKAGES = ("mujoco",)
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("HalfCheetah-v5", "Hopper-v5", "Walker2d-v4")
 
 # Simulator steps per environment step; the classes say so only once they are made.

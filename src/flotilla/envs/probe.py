@@ -22,6 +22,7 @@ EXTRA = None
 PACKAGES: tuple[str, ...] = ()
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 
 frames_per_step = registered.frames_per_step
 make = registered.make

@@ -19,6 +19,7 @@ EXTRA = None
 PACKAGES: tuple[str, ...] = ()
 OPTIONS: tuple[str, ...] = ()
 TRAINING_ONLY: tuple[Any, ...] = ()
+FRAME_STACK = 1
 CHECK_IDS = ("FrozenLake-v1", "Blackjack-v1")
 
 _GONE = "gymnasium.envs:_raise"  # ids that Gymnasium keeps only to say where they went

@@ -45,6 +45,11 @@ METRICS: dict[str, Metric] = {
         "reward^2",
         "Half the mean squared error of the value, (V - R)^2 / 2; clipped where the config says so.",
     ),
+    "losses/critic_loss": Metric("mean", "reward^2", "Mean squared error of Q, the sum over both critics where two."),
+    "losses/q_value": Metric("mean", "reward", "Mean Q of the actions that were taken."),
+    "losses/actor_loss": Metric("mean", "reward", "Minus the mean value that the critics give the policy's actions."),
+    "losses/alpha": Metric("mean", "reward/nat", "SAC's temperature: what a nat of entropy is worth."),
+    "losses/alpha_loss": Metric("mean", "1", "SAC: alpha times how far the entropy is above its target."),
     "losses/entropy": Metric("mean", "nats", "Entropy of the policy, mean of -sum(pi log pi) over the samples."),
     "losses/approx_kl": Metric("mean", "nats", "KL(pi_old, pi_new), estimated as the mean of (r - 1) - log r."),
     "losses/old_approx_kl": Metric(

@@ -5,7 +5,7 @@ Shape legend: ... leading dimensions, B batch, D features, C channels, H height,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flotilla.core.errors import UsageError
 from flotilla.core.types import Obs, Row
-from flotilla.nets.layers import Mlp, Moments, RunningNorm, orthogonal
+from flotilla.nets.layers import Init, Mlp, Moments, RunningNorm, orthogonal
 
 CnnKind = Literal["nature", "a3c", "impala"]
 
@@ -40,16 +40,16 @@ STRIDED = {  # (channels, kernel, stride) of each convolution, and the number of
 class Strided(nn.Sequential):
     """Strided convolutions and one linear layer: the networks of Mnih et al. 2015 ("nature") and 2016 ("a3c")."""
 
-    def __init__(self, kind: str, channels: int, height: int, width: int) -> None:
+    def __init__(self, kind: str, channels: int, height: int, width: int, init: Init) -> None:
         convolutions, features = STRIDED[kind]
         layers: list[nn.Module] = []
         size = [height, width]
         for out, kernel, stride in convolutions:
-            layers += [orthogonal(nn.Conv2d(channels, out, kernel, stride)), nn.ReLU(inplace=True)]
+            layers += [init(nn.Conv2d(channels, out, kernel, stride)), nn.ReLU(inplace=True)]
             channels, size = out, [(side - kernel) // stride + 1 for side in size]
         if min(size) < 1:
             raise UsageError(f"images of {height}x{width} are too small for --cnn {kind}; use --cnn impala")
-        linear = orthogonal(nn.Linear(channels * size[0] * size[1], features))
+        linear = init(nn.Linear(channels * size[0] * size[1], features))
         super().__init__(*layers, nn.Flatten(), linear, nn.ReLU(inplace=True))
         self.output_dim = features
 
@@ -72,7 +72,7 @@ class Impala(nn.Sequential):
 
     output_dim = 256
 
-    def __init__(self, channels: int, height: int, width: int) -> None:
+    def __init__(self, channels: int, height: int, width: int, init: Init) -> None:
         layers: list[nn.Module] = []
         for out in (16, 32, 32):
             layers += [
@@ -86,7 +86,7 @@ class Impala(nn.Sequential):
             *layers,
             nn.ReLU(),
             nn.Flatten(),
-            orthogonal(nn.Linear(channels * height * width, self.output_dim)),
+            init(nn.Linear(channels * height * width, self.output_dim)),
             nn.ReLU(inplace=True),
         )
 
@@ -94,12 +94,13 @@ class Impala(nn.Sequential):
 class ImageEncoder(nn.Module):
     """A convolutional network on uint8 images (..., C, H, W) or (..., H, W, C): scaled to [0, 1]."""
 
-    def __init__(self, space: gym.spaces.Box, cnn: CnnKind) -> None:
+    def __init__(self, space: gym.spaces.Box, cnn: CnnKind, init: Init = orthogonal) -> None:
         super().__init__()
         first, _, last = space.shape
         self.channels_first = first < last
         channels, height, width = space.shape if self.channels_first else (last, *space.shape[:2])
-        self.net = Impala(channels, height, width) if cnn == "impala" else Strided(cnn, channels, height, width)
+        size = (channels, height, width)
+        self.net = Impala(*size, init) if cnn == "impala" else Strided(cnn, *size, init)
         self.output_dim = self.net.output_dim
 
     def forward(self, image: Tensor) -> Tensor:
@@ -144,20 +145,30 @@ class ObsNorm(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Features (..., output_dim) of any observation: images by convolutions, vectors by an MLP, concatenated."""
+    """Features (..., output_dim) of any observation: images by convolutions, vectors by an MLP, concatenated.
 
-    def __init__(self, space: gym.Space[Any], hidden_sizes: Sequence[int], cnn: CnnKind) -> None:
+    Without hidden sizes vectors go through as they are.
+    """
+
+    def __init__(
+        self,
+        space: gym.Space[Any],
+        hidden_sizes: Sequence[int],
+        cnn: CnnKind,
+        activation: Callable[[Tensor], Tensor] = torch.tanh,
+        init: Init = orthogonal,
+    ) -> None:
         super().__init__()
         parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
         self.image_keys = [key for key, part in parts.items() if is_image(part)]
         self.vector_keys = [key for key in parts if key not in self.image_keys]
         self.images: Sequence[ImageEncoder] = nn.ModuleList(  # type: ignore[assignment]
-            ImageEncoder(_box(parts[key]), cnn) for key in self.image_keys
+            ImageEncoder(_box(parts[key]), cnn, init) for key in self.image_keys
         )
         self.output_dim = sum(net.output_dim for net in self.images)
         if self.vector_keys:
             input_dim = sum(int(np.prod(_box(parts[key]).shape)) for key in self.vector_keys)
-            self.vectors = Mlp(input_dim, hidden_sizes)
+            self.vectors = Mlp(input_dim, hidden_sizes, activation, init)
             self.output_dim += self.vectors.output_dim
         self.ranks = {key: len(_box(part).shape) for key, part in parts.items()}
 

@@ -1,4 +1,4 @@
-"""Small building blocks: orthogonal linear layers, MLPs, running normalisation, a resettable memory.
+"""Small building blocks: initialisations, MLPs, running normalisation, a resettable memory.
 
 Shape legend: ... leading dimensions, B batch, T steps, D features, S size of the memory's state.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,17 @@ from flotilla.functional import discounted_sum
 MemoryKind = Literal["none", "lstm", "gru"]
 Moments = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # data, weight -> mean, variance, count
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+class Init(Protocol):
+    """Gives a new layer its first weights."""
+
+    def __call__(self, layer: Layer, /) -> Layer: ...
+
+
+def as_made(layer: Layer) -> Layer:
+    """The layer as PyTorch makes it: weights and biases uniform within 1 / sqrt(inputs)."""
+    return layer
 
 
 def orthogonal(layer: Layer, gain: float = math.sqrt(2)) -> Layer:
@@ -37,11 +48,15 @@ class Mlp(nn.Module):
     """Hidden layers, each followed by the activation; input (..., D), output (..., hidden_sizes[-1])."""
 
     def __init__(
-        self, input_dim: int, hidden_sizes: Sequence[int], activation: Callable[[Tensor], Tensor] = torch.tanh
+        self,
+        input_dim: int,
+        hidden_sizes: Sequence[int],
+        activation: Callable[[Tensor], Tensor] = torch.tanh,
+        init: Init = orthogonal,
     ) -> None:
         super().__init__()
         sizes = [input_dim, *hidden_sizes]
-        layers = [orthogonal(nn.Linear(a, b)) for a, b in itertools.pairwise(sizes)]
+        layers = [init(nn.Linear(a, b)) for a, b in itertools.pairwise(sizes)]
         self.layers = nn.ModuleList(layers)
         self.activation = activation
         self.output_dim = sizes[-1]
