@@ -67,6 +67,31 @@ def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
     return torch.dot(x.flatten(), weight.flatten()) / x.numel()
 
 
+def epsilon_greedy(greedy: Tensor, num_actions: int, epsilon: Tensor) -> Tensor:
+    """Each action (...) with probability `epsilon` replaced by any, all of them equally probable."""
+    is_random = torch.rand_like(greedy, dtype=epsilon.dtype) < epsilon
+    return torch.where(is_random, torch.randint_like(greedy, num_actions), greedy)
+
+
+def categorical_projection(p_BK: Tensor, reward_B: Tensor, discount_B: Tensor, v_min: float, v_max: float) -> Tensor:
+    """The distribution of reward + discount * value on the atoms (Bellemare et al. 2017, algorithm 1).
+
+    `p_BK` are probabilities of K values from `v_min` to `v_max`.  What falls between two atoms is shared in inverse
+    proportion to the distance, and what falls on one is all its own; what falls outside goes to the outermost.
+    """
+    last = p_BK.shape[-1] - 1
+    width = (v_max - v_min) / last
+    atom_K = torch.linspace(v_min, v_max, last + 1, device=p_BK.device, dtype=p_BK.dtype)
+    place_BK = torch.addcmul(reward_B[:, None], discount_B[:, None], atom_K)
+    place_BK = ((place_BK - v_min) / width).clamp(0, last)
+    lower_BK = place_BK.floor()
+    upper_share_BK = place_BK - lower_BK
+    lower_BK = lower_BK.long()
+    out_BK = torch.zeros_like(p_BK)
+    out_BK.scatter_add_(1, lower_BK, p_BK * (1 - upper_share_BK))
+    return out_BK.scatter_add_(1, (lower_BK + 1).clamp(max=last), p_BK * upper_share_BK)
+
+
 def polyak(targets: Iterable[Tensor], sources: Iterable[Tensor], tau: float) -> None:
     """Move each target the share `tau` of the way to its source (Lillicrap et al. 2016); 1 copies."""
     with torch.no_grad():

@@ -7,7 +7,7 @@ from typing import Any
 
 from flotilla.core.errors import UsageError, nearest
 
-ALGORITHMS = {name: f"flotilla.algorithms.{name}" for name in ("ppo", "ddpg", "td3", "sac")}
+ALGORITHMS = {name: f"flotilla.algorithms.{name}" for name in ("ppo", "dqn", "c51", "ddpg", "td3", "sac")}
 
 
 def load(kind: str, table: dict[str, str], name: str) -> Any:

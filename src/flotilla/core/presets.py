@@ -38,6 +38,11 @@ def for_suite(suite: str) -> str:
     return NONE
 
 
+def algorithm_of(file: Path, default: str = "ppo") -> str:
+    """The algorithm that a file says it is made for."""
+    return str(_read(file).get("algorithm", default))
+
+
 def apply(names: Sequence[str], algorithm: str, run_config: RunConfig, config: Any) -> tuple[RunConfig, Any]:
     """Both configurations with the presets' values in place of theirs; a later preset overrides an earlier.
 

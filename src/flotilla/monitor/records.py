@@ -35,6 +35,7 @@ METRICS: dict[str, Metric] = {
     ),
     "charts/episodes": Metric("last", "episodes", "Training episodes that have ended since the run began."),
     "charts/learning_rate": Metric("last", "1", "Step size of the optimizer at the last update."),
+    "charts/epsilon": Metric("last", "fraction", "Share of random actions."),
     "losses/policy_loss": Metric(
         "mean",
         "1",
@@ -44,6 +45,9 @@ METRICS: dict[str, Metric] = {
         "mean",
         "reward^2",
         "Half the mean squared error of the value, (V - R)^2 / 2; clipped where the config says so.",
+    ),
+    "losses/td_loss": Metric(
+        "mean", "reward^2", "DQN: mean weighted squared or Huber error of Q. C51: mean weighted cross-entropy, in nats."
     ),
     "losses/critic_loss": Metric("mean", "reward^2", "Mean squared error of Q, the sum over both critics where two."),
     "losses/q_value": Metric("mean", "reward", "Mean Q of the actions that were taken."),

@@ -38,9 +38,12 @@ STRIDED = {  # (channels, kernel, stride) of each convolution, and the number of
 
 
 class Strided(nn.Sequential):
-    """Strided convolutions and one linear layer: the networks of Mnih et al. 2015 ("nature") and 2016 ("a3c")."""
+    """Strided convolutions and one linear layer: the networks of Mnih et al. 2015 ("nature") and 2016 ("a3c").
 
-    def __init__(self, kind: str, channels: int, height: int, width: int, init: Init) -> None:
+    flat: without the linear layer, which would have `features`.
+    """
+
+    def __init__(self, kind: str, channels: int, height: int, width: int, init: Init, flat: bool) -> None:
         convolutions, features = STRIDED[kind]
         layers: list[nn.Module] = []
         size = [height, width]
@@ -49,9 +52,14 @@ class Strided(nn.Sequential):
             channels, size = out, [(side - kernel) // stride + 1 for side in size]
         if min(size) < 1:
             raise UsageError(f"images of {height}x{width} are too small for --cnn {kind}; use --cnn impala")
-        linear = init(nn.Linear(channels * size[0] * size[1], features))
-        super().__init__(*layers, nn.Flatten(), linear, nn.ReLU(inplace=True))
-        self.output_dim = features
+        super().__init__(*layers, *flattened(channels * size[0] * size[1], features, init, flat))
+        self.features, self.output_dim = features, channels * size[0] * size[1] if flat else features
+
+
+def flattened(size: int, features: int, init: Init, flat: bool) -> list[nn.Module]:
+    """What comes after convolutions: `size` numbers, and unless `flat` a linear layer to the features."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    return layers if flat else [*layers, init(nn.Linear(size, features)), nn.ReLU(inplace=True)]
 
 
 class Residual(nn.Module):
@@ -70,9 +78,9 @@ class Residual(nn.Module):
 class Impala(nn.Sequential):
     """The residual convolutions of Espeholt et al. 2018 (16, 32, 32 channels), 256 features."""
 
-    output_dim = 256
+    features = 256
 
-    def __init__(self, channels: int, height: int, width: int, init: Init) -> None:
+    def __init__(self, channels: int, height: int, width: int, init: Init, flat: bool) -> None:
         layers: list[nn.Module] = []
         for out in (16, 32, 32):
             layers += [
@@ -82,26 +90,22 @@ class Impala(nn.Sequential):
                 Residual(out),
             ]
             channels, height, width = out, (height + 1) // 2, (width + 1) // 2
-        super().__init__(
-            *layers,
-            nn.ReLU(),
-            nn.Flatten(),
-            init(nn.Linear(channels * height * width, self.output_dim)),
-            nn.ReLU(inplace=True),
-        )
+        size = channels * height * width
+        super().__init__(*layers, nn.ReLU(), *flattened(size, self.features, init, flat))
+        self.output_dim = size if flat else self.features
 
 
 class ImageEncoder(nn.Module):
     """A convolutional network on uint8 images (..., C, H, W) or (..., H, W, C): scaled to [0, 1]."""
 
-    def __init__(self, space: gym.spaces.Box, cnn: CnnKind, init: Init = orthogonal) -> None:
+    def __init__(self, space: gym.spaces.Box, cnn: CnnKind, init: Init = orthogonal, *, flat: bool = False) -> None:
         super().__init__()
         first, _, last = space.shape
         self.channels_first = first < last
         channels, height, width = space.shape if self.channels_first else (last, *space.shape[:2])
         size = (channels, height, width)
-        self.net = Impala(*size, init) if cnn == "impala" else Strided(cnn, *size, init)
-        self.output_dim = self.net.output_dim
+        self.net = Impala(*size, init, flat) if cnn == "impala" else Strided(cnn, *size, init, flat)
+        self.output_dim, self.features = self.net.output_dim, self.net.features
 
     def forward(self, image: Tensor) -> Tensor:
         leading = image.shape[:-3]
@@ -147,7 +151,7 @@ class ObsNorm(nn.Module):
 class Encoder(nn.Module):
     """Features (..., output_dim) of any observation: images by convolutions, vectors by an MLP, concatenated.
 
-    Without hidden sizes vectors go through as they are.
+    Without hidden sizes vectors go through as they are.  flat: images without the last linear layer.
     """
 
     def __init__(
@@ -157,13 +161,15 @@ class Encoder(nn.Module):
         cnn: CnnKind,
         activation: Callable[[Tensor], Tensor] = torch.tanh,
         init: Init = orthogonal,
+        *,
+        flat: bool = False,
     ) -> None:
         super().__init__()
         parts = dict(space.spaces) if isinstance(space, gym.spaces.Dict) else {"obs": space}
         self.image_keys = [key for key, part in parts.items() if is_image(part)]
         self.vector_keys = [key for key in parts if key not in self.image_keys]
         self.images: Sequence[ImageEncoder] = nn.ModuleList(  # type: ignore[assignment]
-            ImageEncoder(_box(parts[key]), cnn, init) for key in self.image_keys
+            ImageEncoder(_box(parts[key]), cnn, init, flat=flat) for key in self.image_keys
         )
         self.output_dim = sum(net.output_dim for net in self.images)
         if self.vector_keys:
