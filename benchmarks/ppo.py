@@ -46,7 +46,7 @@ WORKS = {
 
 def flotilla(work: Work, threads: int, compile: Literal["none", "default"] = "none") -> float:
     """Environment steps per second, the ignored steps between episodes not counted."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
+    os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}  # as the command line does
     from flotilla.algorithms import ppo
     from flotilla.commands import train
     from flotilla.core.config import RunConfig

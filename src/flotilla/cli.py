@@ -48,8 +48,10 @@ first steps:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Threads of torch that wait sleep, rather than spin on cores that simulators could use; read when torch loads.
+    # Threads of torch that wait for more than some 30 us sleep, rather than spin on cores that simulators could use;
+    # to be woken costs as much as a small product.  Read when torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # here, where a closed pipe can still be handled
