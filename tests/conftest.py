@@ -1,4 +1,4 @@
-"""What the tests share: one thread, hypothesis without memory of its own, and PPO trained in this process."""
+"""What the tests share: one thread, hypothesis without memory of its own, and agents trained in this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from flotilla.core.config import RunConfig
 from flotilla.run import Run
 
 TrainPpo = Callable[..., ppo.Agent]
+TrainAgent = Callable[..., Any]
 
 settings.register_profile("suite", database=None, deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -52,14 +55,14 @@ def no_hang() -> Iterator[None]:
 
 
 @pytest.fixture
-def train_ppo(tmp_path: Path) -> TrainPpo:
-    """`train_ppo(env_id, **values)`: the agent after training; values are fields of RunConfig or ppo.Config.
+def train_agent(tmp_path: Path) -> TrainAgent:
+    """`train_agent(algorithm, env_id, **values)`: the agent after training; values are fields of both configurations.
 
     Without a `run_dir` of its own a run is written below the test's directory.
     """
     runs = 0
 
-    def train(env_id: str, **values: Any) -> ppo.Agent:
+    def train(algorithm: ModuleType, env_id: str, **values: Any) -> Any:
         nonlocal runs
         runs += 1
         names = {field.name for field in fields(RunConfig)}
@@ -72,11 +75,18 @@ def train_ppo(tmp_path: Path) -> TrainPpo:
             "eval_episodes": 1,
         }
         of_run = {name: value for name, value in values.items() if name in names}
-        config = ppo.Config(**{name: value for name, value in values.items() if name not in names})
-        run = Run("ppo", RunConfig(env_id=env_id, **defaults | of_run), config, {})
+        config = algorithm.Config(**{name: value for name, value in values.items() if name not in names})
+        name = algorithm.__name__.rpartition(".")[2]
+        run = Run(name, RunConfig(env_id=env_id, **defaults | of_run), config, {})
         try:
-            return ppo.train(config, run)
+            return algorithm.train(config, run)
         finally:
             run.close("failed")  # says nothing where the run has ended by itself
 
     return train
+
+
+@pytest.fixture
+def train_ppo(train_agent: TrainAgent) -> TrainPpo:
+    """`train_ppo(env_id, **values)`: PPO's agent after training."""
+    return partial(train_agent, ppo)
