@@ -137,15 +137,16 @@ class Replay:
     def add(self, roll: Rollout) -> None:
         """Store a rollout whose row 0 is the newest row that is stored already.
 
-        Its flags are written again, as a fault may have ended its episode afterwards.  After loading all of it is: an
-        environment that began anew has another row there, and the row before becomes its episode's last.
+        Its flags are written again, as a fault may have ended its episode afterwards.  After loading it may be another
+        row, of an environment that began anew: then all of it is, and the row before becomes its episode's last.
         """
         self._wait()
         rows, before = roll.rows, self._draws.count
         base, skip = max(0, before - 1), max(0, len(rows.reward) - self._num_rows)
-        whole = skip > 0 or self._loaded or not before
+        anew = self._loaded and not self._is_newest(rows.at(0))
+        whole = skip > 0 or anew or not before
         start = skip if whole else 1
-        if self._loaded and base > 0:
+        if anew and base > 0:
             self._seam(base, rows.is_first[0].cpu())
         oldest = self._draws.oldest
         self._draws.advance(base + len(rows.reward))
@@ -272,6 +273,13 @@ class Replay:
     def _wait(self) -> None:
         if self._prefetch is not None:
             self._prefetch.wait()
+
+    def _is_newest(self, row: Row) -> bool:
+        """Whether a row (N, ...) is the one that was stored last."""
+        slot = (self._draws.count - 1) % self._num_rows
+        obs = _columns(row.obs if self._stacks is None else row.obs[:, -1])  # type: ignore[index]
+        parts = obs | {"is_first": row.is_first}
+        return all(torch.equal(self._all_columns()[name][slot].cpu(), x.cpu()) for name, x in parts.items())
 
     def _seam(self, newest: int, is_first: Tensor) -> None:
         """Environments that began anew: nothing is learned of the step to the row that they no longer have."""
