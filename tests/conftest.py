@@ -1,4 +1,4 @@
-"""What the tests share: one thread, hypothesis without memory of its own, and PPO trained in this process."""
+"""What the tests share: one thread, hypothesis without memory of its own, and agents trained in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start, too
 import torch
 from hypothesis import settings
 
-from flotilla.algorithms import ppo
 from flotilla.core.config import RunConfig
+from flotilla.core.names import ALGORITHMS, load
 from flotilla.run import Run
 
-TrainPpo = Callable[..., ppo.Agent]
+Train = Callable[..., Any]
 
 settings.register_profile("suite", database=None, deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -52,14 +53,14 @@ def no_hang() -> Iterator[None]:
 
 
 @pytest.fixture
-def train_ppo(tmp_path: Path) -> TrainPpo:
-    """`train_ppo(env_id, **values)`: the agent after training; values are fields of RunConfig or ppo.Config.
+def train(tmp_path: Path) -> Train:
+    """`train(algorithm, env_id, **values)`: the agent after training; values are fields of RunConfig or its Config.
 
     Without a `run_dir` of its own a run is written below the test's directory.
     """
     runs = 0
 
-    def train(env_id: str, **values: Any) -> ppo.Agent:
+    def train(algorithm: str, env_id: str, **values: Any) -> Any:
         nonlocal runs
         runs += 1
         names = {field.name for field in fields(RunConfig)}
@@ -71,12 +72,19 @@ def train_ppo(tmp_path: Path) -> TrainPpo:
             "dashboard": "none",
             "eval_episodes": 1,
         }
+        module = load("algorithm", ALGORITHMS, algorithm)
         of_run = {name: value for name, value in values.items() if name in names}
-        config = ppo.Config(**{name: value for name, value in values.items() if name not in names})
-        run = Run("ppo", RunConfig(env_id=env_id, **defaults | of_run), config, {})
+        config = module.Config(**{name: value for name, value in values.items() if name not in names})
+        run = Run(algorithm, RunConfig(env_id=env_id, **defaults | of_run), config, {})
         try:
-            return ppo.train(config, run)
+            return module.train(config, run)
         finally:
             run.close("failed")  # says nothing where the run has ended by itself
 
     return train
+
+
+@pytest.fixture
+def train_ppo(train: Train) -> Train:
+    """`train_ppo(env_id, **values)`: `train` of PPO."""
+    return partial(train, "ppo")
