@@ -394,8 +394,8 @@ def test_discrete_sac_actor_by_expectation() -> None:
 
 
 def test_the_targets_of_entropy() -> None:
-    """As many nats as dimensions below 0; of choices the share of the most that there can be."""
-    of_box = sac.Agent(Spec(VECTOR, box([-1] * 4, [1] * 4)), sac.Config(target_entropy_scale=0.5))
+    """So many nats for each dimension; of choices the share of the most that there can be."""
+    of_box = sac.Agent(Spec(VECTOR, box([-1] * 4, [1] * 4)), sac.Config(target_entropy=-0.5))
     assert of_box.target_entropy == -2.0
     of_choices = sac.Agent(CHOICES, sac.Config(target_entropy_scale=0.89))
     assert of_choices.target_entropy == pytest.approx(0.89 * math.log(3))
