@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,12 +17,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start, too
 import torch
 from hypothesis import settings
 
-from flotilla.algorithms import ppo
 from flotilla.core.config import RunConfig
+from flotilla.core.names import ALGORITHMS, load
 from flotilla.run import Run
 
-TrainPpo = Callable[..., ppo.Agent]
-TrainAgent = Callable[..., Any]
+Train = Callable[..., Any]
 
 settings.register_profile("suite", database=None, deadline=None, derandomize=True)
 settings.load_profile("suite")
@@ -55,14 +53,14 @@ def no_hang() -> Iterator[None]:
 
 
 @pytest.fixture
-def train_agent(tmp_path: Path) -> TrainAgent:
-    """`train_agent(algorithm, env_id, **values)`: the agent after training; values are fields of both configurations.
+def train(tmp_path: Path) -> Train:
+    """`train(algorithm, env_id, **values)`: the agent after training; values are fields of RunConfig or its Config.
 
     Without a `run_dir` of its own a run is written below the test's directory.
     """
     runs = 0
 
-    def train(algorithm: ModuleType, env_id: str, **values: Any) -> Any:
+    def train(algorithm: str, env_id: str, **values: Any) -> Any:
         nonlocal runs
         runs += 1
         names = {field.name for field in fields(RunConfig)}
@@ -74,12 +72,12 @@ def train_agent(tmp_path: Path) -> TrainAgent:
             "dashboard": "none",
             "eval_episodes": 1,
         }
+        module = load("algorithm", ALGORITHMS, algorithm)
         of_run = {name: value for name, value in values.items() if name in names}
-        config = algorithm.Config(**{name: value for name, value in values.items() if name not in names})
-        name = algorithm.__name__.rpartition(".")[2]
-        run = Run(name, RunConfig(env_id=env_id, **defaults | of_run), config, {})
+        config = module.Config(**{name: value for name, value in values.items() if name not in names})
+        run = Run(algorithm, RunConfig(env_id=env_id, **defaults | of_run), config, {})
         try:
-            return algorithm.train(config, run)
+            return module.train(config, run)
         finally:
             run.close("failed")  # says nothing where the run has ended by itself
 
@@ -87,6 +85,6 @@ def train_agent(tmp_path: Path) -> TrainAgent:
 
 
 @pytest.fixture
-def train_ppo(train_agent: TrainAgent) -> TrainPpo:
-    """`train_ppo(env_id, **values)`: PPO's agent after training."""
-    return partial(train_agent, ppo)
+def train_ppo(train: Train) -> Train:
+    """`train_ppo(env_id, **values)`: `train` of PPO."""
+    return partial(train, "ppo")

@@ -151,6 +151,7 @@ class Run:
         """
         config, ranks = self.config, self._ranks
         longest = 2 * config.total_timesteps // ranks.world_size  # every second row may be an ignored one
+        folder = next(path for path in (self._run_dir, *self._run_dir.parents) if path.is_dir())  # may not be there yet
         replay = Replay(
             self.spec,
             self.num_envs,
@@ -159,7 +160,7 @@ class Run:
             seed=stream_seed(config.seed, "replay", ranks.rank),
             frame_stack=self._frame_stack,
             storage=config.buffer_storage,
-            directory=self._run_dir if config.buffer_storage == "disk" else None,
+            directory=folder if config.buffer_storage == "disk" else None,
             max_bytes=config.buffer_bytes // ranks.world_size,
             gamma=gamma,
             n_step=n_step,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flotilla.algorithms import c51, dqn
+from flotilla.algorithms import c51
 from flotilla.core.types import Row
 from flotilla.sampling.replay import Replay, Transitions
 
-TrainAgent = Callable[..., Any]
-ALGORITHMS = pytest.mark.parametrize("module", [dqn, c51], ids=lambda module: module.__name__.rpartition(".")[2])
+Train = Callable[..., Any]
+ALGORITHMS = pytest.mark.parametrize("name", ["dqn", "c51"])
 COMMON: dict[str, Any] = {
     "num_envs": 4,
     "total_timesteps": 3000,
@@ -31,8 +31,8 @@ COMMON: dict[str, Any] = {
 }
 
 
-def settings(module: Any, **values: Any) -> dict[str, Any]:
-    atoms = {"num_atoms": 25, "v_min": -12.0, "v_max": 12.0} if module is c51 else {}
+def settings(name: str, **values: Any) -> dict[str, Any]:
+    atoms = {"num_atoms": 25, "v_min": -12.0, "v_max": 12.0} if name == "c51" else {}
     return COMMON | atoms | values
 
 
@@ -66,8 +66,8 @@ def tamper(monkeypatch: pytest.MonkeyPatch, change: Callable[[Transitions], Tran
 
 
 @ALGORITHMS
-def test_the_right_action(module: Any, train_agent: TrainAgent) -> None:
-    agent = train_agent(module, "probe/Action-v0", **settings(module))
+def test_the_right_action(name: str, train: Train) -> None:
+    agent = train(name, "probe/Action-v0", **settings(name))
     assert best_actions(agent, [-1.0], [1.0]) == [0, 1]
     (low, high), (other_low, other_high) = q(agent, [-1.0], [1.0])
     assert [low, high, other_low, other_high] == pytest.approx([1, -1, -1, 1], abs=0.15)
@@ -77,30 +77,28 @@ def test_the_right_action(module: Any, train_agent: TrainAgent) -> None:
 @pytest.mark.parametrize(
     "values", [{"double": True, "dueling": True}, {"noisy": True, "dueling": True}, {"prioritized": True, "n_step": 2}]
 )
-def test_the_additions_find_it_too(module: Any, values: dict[str, Any], train_agent: TrainAgent) -> None:
-    agent = train_agent(module, "probe/Action-v0", **settings(module, **values))
+def test_the_additions_find_it_too(name: str, values: dict[str, Any], train: Train) -> None:
+    agent = train(name, "probe/Action-v0", **settings(name, **values))
     assert best_actions(agent, [-1.0], [1.0]) == [0, 1]
 
 
 @ALGORITHMS
 @pytest.mark.parametrize("n_step", [1, 3])
-def test_the_value_of_a_later_reward(module: Any, n_step: int, train_agent: TrainAgent) -> None:
-    agent = train_agent(module, "probe/TwoStep-v0", **settings(module, n_step=n_step))
+def test_the_value_of_a_later_reward(name: str, n_step: int, train: Train) -> None:
+    agent = train(name, "probe/TwoStep-v0", **settings(name, n_step=n_step))
     (first, _), (second, _) = q(agent, [0.0], [1.0])
     assert [first, second] == pytest.approx([0.9, 1.0], abs=0.1)
 
 
 @ALGORITHMS
-def test_a_time_limit_is_no_end(module: Any, train_agent: TrainAgent) -> None:
+def test_a_time_limit_is_no_end(name: str, train: Train) -> None:
     """Reward 1 for ever at gamma 0.9 is worth 10."""
-    agent = train_agent(module, "probe/TimeLimit-v0", **settings(module, total_timesteps=6000))
+    agent = train(name, "probe/TimeLimit-v0", **settings(name, total_timesteps=6000))
     assert q(agent, [0.0])[0] == pytest.approx([10, 10], abs=1.2)
 
 
 @ALGORITHMS
-def test_a_time_limit_as_an_end_is_worth_less(
-    module: Any, train_agent: TrainAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_limit_as_an_end_is_worth_less(name: str, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     index = torch.Generator().manual_seed(0)
 
     def ends(batch: Transitions) -> Transitions:
@@ -109,28 +107,26 @@ def test_a_time_limit_as_an_end_is_worth_less(
         return replace(batch, discount=batch.discount.masked_fill(ended, 0.0))
 
     tamper(monkeypatch, ends)
-    agent = train_agent(module, "probe/TimeLimit-v0", **settings(module, total_timesteps=6000))
+    agent = train(name, "probe/TimeLimit-v0", **settings(name, total_timesteps=6000))
     assert q(agent, [0.0])[0][0] < 7
 
 
 @ALGORITHMS
-def test_an_end_that_is_none_is_worth_more(
-    module: Any, train_agent: TrainAgent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_is_none_is_worth_more(name: str, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     tamper(monkeypatch, lambda batch: replace(batch, discount=torch.full_like(batch.discount, 0.9)))
-    agent = train_agent(module, "probe/Constant-v0", **settings(module, total_timesteps=6000))
+    agent = train(name, "probe/Constant-v0", **settings(name, total_timesteps=6000))
     assert q(agent, [0.0])[0][0] > 5, "where it should be 1"
 
 
 @ALGORITHMS
-def test_a_target_that_never_moves(module: Any, train_agent: TrainAgent) -> None:
-    values = settings(module, total_timesteps=6000, target_network_frequency=10**9)
-    agent = train_agent(module, "probe/TimeLimit-v0", **values)
+def test_a_target_that_never_moves(name: str, train: Train) -> None:
+    values = settings(name, total_timesteps=6000, target_network_frequency=10**9)
+    agent = train(name, "probe/TimeLimit-v0", **values)
     assert q(agent, [0.0])[0][0] < 3
 
 
 @ALGORITHMS
-def test_actions_of_other_transitions(module: Any, train_agent: TrainAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actions_of_other_transitions(name: str, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     tamper(monkeypatch, lambda batch: replace(batch, action=batch.action.roll(1)))
-    agent = train_agent(module, "probe/Action-v0", **settings(module))
+    agent = train(name, "probe/Action-v0", **settings(name))
     assert max(abs(value) for values in q(agent, [-1.0], [1.0]) for value in values) < 0.6

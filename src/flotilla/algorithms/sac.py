@@ -51,7 +51,8 @@ class Config:
     policy_frequency: int = 2  # gradient steps between rounds of the actor, which has as many steps
     autotune: bool = True  # learn the temperature, so that the entropy meets its target
     alpha: float = 0.2  # the temperature where it is not learned; where it is, it begins at 1
-    target_entropy_scale: float = 1.0  # target: minus this times the dimensions; discrete: this times log(choices)
+    target_entropy: float = -1.0  # nats that the temperature aims at, for each dimension of an action
+    target_entropy_scale: float = 0.89  # and where actions are discrete: share of the largest entropy, log(choices)
     hidden_sizes: tuple[int, ...] = (256, 256)  # of the MLPs
     cnn: CnnKind = "nature"  # network on images
 
@@ -70,7 +71,8 @@ RANGES = {
     "target_frequency": (1, math.inf),
     "policy_frequency": (1, math.inf),
     "alpha": (1e-8, math.inf),
-    "target_entropy_scale": (-math.inf, math.inf),
+    "target_entropy": (-math.inf, math.inf),
+    "target_entropy_scale": (0, 1),
     "hidden_sizes": (1, math.inf),
 }
 
@@ -96,8 +98,10 @@ class Agent(nn.Module):
         )
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(0.0 if config.autotune else math.log(config.alpha)))
-        most = -self.scale.dim if self.scale else math.log(self.num_choices)
-        self.target_entropy = config.target_entropy_scale * most
+        if self.scale is None:
+            self.target_entropy = config.target_entropy_scale * math.log(self.num_choices)
+        else:
+            self.target_entropy = config.target_entropy * self.scale.dim
 
     def policy(self, obs: Obs) -> Categorical | Squashed:
         parameters = full(self.actor(self.encoder(obs)))

@@ -30,7 +30,7 @@ class RunConfig:
     env_batch: int = 0  # act for the first so many environments that are ready (workers backend); 0: for all
     env_groups: int = 0  # groups of environments that take turns: one steps while the policy acts; 0: chosen
     buffer_bytes: int = 0  # most memory for a replay, all ranks together; 0: all that is free
-    buffer_storage: Literal["ram", "disk", "device"] = "ram"  # where a replay lies; disk: mapped files in run_dir
+    buffer_storage: Literal["ram", "disk", "device"] = "ram"  # where a replay lies; disk: run_dir's, mapped
     run_dir: str = "auto"  # directory of the run; auto: runs/<algorithm>-<env>-seed<seed>-<time>
     device: str = "auto"  # auto | cpu | cuda | cuda:1; auto takes a GPU where there is one
     threads: int = 0  # CPU threads of the learner; 0: one, for large networks all cores; -1 (auto): measured

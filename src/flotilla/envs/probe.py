@@ -167,16 +167,6 @@ class Continuous(Probe):
         return _array(self.x), -((float(action[0]) - self.x / 2) ** 2), True, False, {}
 
 
-class Steady(Continuous):
-    """Reward 1 - action^2 for ever, cut after 10 steps: the best action is 0, and worth 1 / (1 - gamma)."""
-
-    def observe(self) -> NDArray[np.float32]:
-        return _array(0.0)
-
-    def step(self, action: Any) -> StepResult:
-        return self.observe(), 1 - float(action[0]) ** 2, False, False, {}
-
-
 class MultiDiscrete(Probe):
     """Sees one one-hot of 2 and one of 3, which the two actions must name: reward 1/2 for each that is right."""
 
@@ -192,13 +182,11 @@ class MultiDiscrete(Probe):
         return np.zeros(5, np.float32), reward, True, False, {}
 
 
-PROBES = (Constant, TwoStep, ObsReward, Action, TimeLimit, Memory, Counter, Continuous, Steady, MultiDiscrete)
+PROBES = (Constant, TwoStep, ObsReward, Action, TimeLimit, Memory, Counter, Continuous, MultiDiscrete)
 CHECK_IDS = tuple(f"probe/{probe.__name__}-v0" for probe in PROBES)
 for _env_id, _probe in zip(CHECK_IDS, PROBES, strict=True):
     gym.register(
-        _env_id,
-        entry_point=f"{__name__}:{_probe.__name__}",
-        max_episode_steps=10 if _probe in (TimeLimit, Steady) else None,
+        _env_id, entry_point=f"{__name__}:{_probe.__name__}", max_episode_steps=10 if _probe is TimeLimit else None
     )
 
 
