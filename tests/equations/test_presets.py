@@ -142,12 +142,38 @@ def test_shipped_presets_hold_the_reference_values() -> None:
         "mujoco": (1, 2048, 32, 10, 3e-4, 0.2, 0.0, 1_000_000),
         "minigrid": (16, 128, 8, 4, 1e-3, 0.2, 0.01, 1_000_000),
     }
-    assert set(presets.shipped()) == set(expected)
+    assert set(presets.shipped()) == {*expected, "rainbow"}
     for name, values in expected.items():
         run, how = presets.apply([name], "ppo", RunConfig(), ppo.Config())
         shape = (run.num_envs, how.num_steps, how.num_minibatches, how.update_epochs)
         assert (*shape, how.learning_rate, how.clip_coef, how.ent_coef, run.total_timesteps) == values
         assert (how.norm_obs, how.norm_reward) == ((True, True) if name == "mujoco" else (False, False))
+
+
+OFF_POLICY = {  # buffer, starts, batch, environment steps between gradient steps, steps of the run
+    ("classic", "dqn"): (10_000, 10_000, 128, 10, 500_000),
+    ("classic", "c51"): (10_000, 10_000, 128, 10, 500_000),
+    ("atari", "dqn"): (1_000_000, 80_000, 32, 4, 10_000_000),
+    ("atari", "c51"): (1_000_000, 80_000, 32, 4, 10_000_000),
+    ("rainbow", "c51"): (1_000_000, 20_000, 32, 4, 10_000_000),
+    ("atari", "sac"): (1_000_000, 20_000, 64, 4, 5_000_000),
+    ("mujoco", "sac"): (1_000_000, 5_000, 256, 1, 1_000_000),
+    ("mujoco", "td3"): (1_000_000, 25_000, 256, 1, 1_000_000),
+    ("mujoco", "ddpg"): (1_000_000, 25_000, 256, 1, 1_000_000),
+}
+
+
+@pytest.mark.parametrize(("name", "algorithm"), OFF_POLICY)
+def test_the_reference_values_of_those_with_a_replay(name: str, algorithm: str) -> None:
+    run, how = presets.apply([name], algorithm, RunConfig(), load("algorithm", ALGORITHMS, algorithm).Config())
+    assert (run.num_envs, how.gradient_steps) == (1, 1), "counts mean the same for any number of environments"
+    steps = (how.buffer_size, how.learning_starts, how.batch_size, how.train_frequency, run.total_timesteps)
+    assert steps == OFF_POLICY[name, algorithm]
+
+
+def test_rainbow_has_all_its_colours() -> None:
+    _, how = presets.apply(["rainbow"], "c51", RunConfig(), load("algorithm", ALGORITHMS, "c51").Config())
+    assert all([how.double, how.dueling, how.prioritized, how.noisy, how.n_step == 3, how.num_atoms == 51])
 
 
 @pytest.mark.parametrize(
