@@ -286,7 +286,7 @@ def test_a_number_of_workers_asks_for_the_backend_that_has_them(capsys: pytest.C
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--num-envs 0 --num-workers auto", "num_envs=0 must be at least 1"),
+        ("--num-envs 0 --num-workers auto", "num_envs=0 is out of range; choose 1 or more"),
         ("--num-envs automatic", "'automatic' is not a whole number"),
         ("--seed auto", "'auto' is not a whole number"),
         ("--num-envs auto --backend ale", "steps Atari only"),

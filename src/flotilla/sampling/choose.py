@@ -39,6 +39,8 @@ def choose(config: RunConfig, options: EnvOptions) -> tuple[str, str]:
         and task_of(config.env_id, options)
         and (os.cpu_count() or 1) > 1
     ):
+        if config.num_envs == 1:
+            return "sync", "one environment, in this process: nothing to step beside it"
         return "envpool", "the same MuJoCo model, stepped in C++ threads"
     if suite in CHEAP or (os.cpu_count() or 1) == 1:
         return "sync", "in this process: a step costs less than its way to another"
