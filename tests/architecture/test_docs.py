@@ -8,17 +8,18 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from flotilla import cli
-from flotilla.algorithms import ppo
 from flotilla.core import presets
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import EXIT_DONE, EXIT_USAGE
+from flotilla.core.names import ALGORITHMS, load
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -26,10 +27,9 @@ COMMANDS = ("flotilla", "make", "pip", "torchrun", "python")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # What makes a documented training a short one; the page's own flags are parsed and used all the same.
-BRIEF = shlex.split(
-    "--total-timesteps 64 --num-steps 16 --num-minibatches 1 --eval-episodes 1 --dashboard none "
-    "--device cpu --threads 1"
-)
+BRIEF = shlex.split("--total-timesteps 64 --eval-episodes 1 --dashboard none --device cpu --threads 1")
+ON_POLICY = shlex.split("--num-steps 16 --num-minibatches 1")
+OFF_POLICY = shlex.split("--learning-starts 32 --buffer-size 1000 --batch-size 8")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,16 @@ def without_running(words: list[str]) -> None:
     assert set(named[0].split(",")) <= set(extras)
 
 
+def brief(arguments: list[str]) -> list[str]:
+    """The flags to add; a run that goes on has those of its directory's algorithm, which is PPO."""
+    match arguments:
+        case ["train", algorithm, *_]:
+            return BRIEF + (OFF_POLICY if algorithm in ALGORITHMS and algorithm != "ppo" else ON_POLICY)
+        case ["eval", *_]:
+            return ["--episodes", "1"]
+    return []
+
+
 def run_command(snippet: Snippet, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(snippet.text, comments=True)
     if "flotilla" in words and words[0] in ("flotilla", "python", "torchrun"):
@@ -96,9 +106,8 @@ def run_command(snippet: Snippet, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(arguments) == EXIT_USAGE
         assert capsys.readouterr().err.strip() == snippet.output
         return
-    brief = {"train": BRIEF, "eval": ["--episodes", "1"]}.get(arguments[0] if arguments else "", [])
     try:
-        code = cli.main([*arguments, *brief])
+        code = cli.main([*arguments, *brief(arguments)])
     except SystemExit as stop:  # --help
         code = int(stop.code or 0)
     assert code == EXIT_DONE, f"{snippet.text}\n{capsys.readouterr()}"
@@ -160,38 +169,49 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{page_name(page)} links {target}"
 
 
-def rows(page: str, first_cell: str) -> list[list[str]]:
-    """The table rows of a page whose first cell matches, as cells."""
+def rows(page: str, first_cell: str, head: str = "") -> list[list[str]]:
+    """The table rows of a page whose first cell matches, as cells; or those heads of tables that begin with a word."""
     lines = (ROOT / "docs" / page).read_text().splitlines()
     return [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")]
         for line in lines
-        if re.match(rf"\| `{first_cell}` \|", line)
+        if re.match(rf"\| {head} \|" if head else rf"\| `{first_cell}` \|", line)
     ]
 
 
-@pytest.mark.parametrize(("page", "config"), [("usage.md", RunConfig()), ("ppo.md", ppo.Config())])
-def test_the_tables_name_every_flag_with_its_default(page: str, config: RunConfig | ppo.Config, tmp_path: Path) -> None:
+def config_of(algorithm: str) -> Any:
+    """Its options as they are without a preset."""
+    return load("algorithm", ALGORITHMS, algorithm).Config()
+
+
+@pytest.mark.parametrize("page", ["usage", *ALGORITHMS])
+def test_the_tables_name_every_flag_with_its_default(page: str, tmp_path: Path) -> None:
     """The tables, read as a preset, leave the defaults as they are."""
-    table = {flag[2:].replace("-", "_"): default for flag, default, *_ in rows(page, "--[a-z-]+")}
+    algorithm = page if page in ALGORITHMS else "ppo"
+    config = config_of(page) if page in ALGORITHMS else RunConfig()
+    table = {flag[2:].replace("-", "_"): default for flag, default, *_ in rows(f"{page}.md", "--[a-z0-9-]+")}
     assert list(table) == list(asdict(config))
     file = tmp_path / "defaults.yaml"
     file.write_text("".join(f"{name}: {default}\n" for name, default in table.items()))
-    applied = presets.apply([str(file)], "ppo", RunConfig(num_envs=99), ppo.Config(gamma=0.5))
+    other = replace(config_of(algorithm), gamma=0.5)
+    applied = presets.apply([str(file)], algorithm, RunConfig(num_envs=99), other)
     assert config in applied
 
 
-def test_the_table_of_presets_is_what_they_say() -> None:
-    names = list(presets.shipped())
-    shown = [["option", "classic", "atari", "mujoco", "minigrid"], *rows("ppo.md", "[a-z_]+")]
-    header, *table = [row for row in shown if len(row) == len(names) + 1]
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_table_of_presets_is_what_they_say(algorithm: str) -> None:
+    """Of all presets that have a section for the algorithm."""
+    files = presets.shipped()
+    names = [name for name in files if algorithm in yaml.safe_load(files[name].read_text())]
+    (header,) = rows(f"{algorithm}.md", "[a-z0-9_]+", head="option")
+    table = [row for row in rows(f"{algorithm}.md", "[a-z0-9_]+") if len(row) == len(header)]
     assert sorted(header[1:]) == sorted(names)
     listed = {row[0] for row in table}
+    default = asdict(RunConfig()) | asdict(config_of(algorithm))
     for column, name in enumerate(header[1:], start=1):
-        run_config, config = presets.apply([name], "ppo", RunConfig(), ppo.Config())
+        run_config, config = presets.apply([name], algorithm, RunConfig(), config_of(algorithm))
         resolved = asdict(run_config) | asdict(config)
         for row in table:
             value = resolved[row[0]]
             assert type(value)(yaml.safe_load(row[column])) == value, f"{row[0]} of {name}"
-        differs = {key for key, value in resolved.items() if value != (asdict(RunConfig()) | asdict(ppo.Config()))[key]}
-        assert differs <= listed
+        assert {key for key, value in resolved.items() if value != default[key]} <= listed

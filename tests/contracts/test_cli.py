@@ -17,14 +17,18 @@ from flotilla import __version__, cli
 from flotilla.algorithms import ppo
 from flotilla.core.config import RunConfig
 from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UsageError
+from flotilla.core.names import ALGORITHMS, load
 from flotilla.flags import spelled_out
 
-FLAGS = [(owner, field) for owner in (RunConfig, ppo.Config) for field in fields(owner)]
+CONFIGS = {name: load("algorithm", ALGORITHMS, name).Config for name in ALGORITHMS}
+FLAGS = [("ppo", RunConfig, field) for field in fields(RunConfig)] + [
+    (name, owner, field) for name, owner in CONFIGS.items() for field in fields(owner)
+]
 FLOTILLA = (sys.executable, "-m", "flotilla")
 
 
-def asked(*arguments: str, preset: str = "none") -> Any:
-    return cli._configure("train", "", ["ppo", "--preset", preset, *arguments])
+def asked(*arguments: str, preset: str = "none", algorithm: str = "ppo") -> Any:
+    return cli._configure("train", "", [algorithm, "--preset", preset, *arguments])
 
 
 def other_value(owner: type, field: Field[Any]) -> tuple[list[str], Any]:
@@ -45,15 +49,17 @@ def other_value(owner: type, field: Field[Any]) -> tuple[list[str], Any]:
     }[hint]
 
 
-@pytest.mark.parametrize(("owner", "field"), FLAGS, ids=lambda x: getattr(x, "name", ""))
-def test_every_flag_changes_its_field_and_no_other(owner: type, field: Field[Any]) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "owner", "field"), FLAGS, ids=lambda x: getattr(x, "name", x if isinstance(x, str) else "")
+)
+def test_every_flag_changes_its_field_and_no_other(algorithm: str, owner: type, field: Field[Any]) -> None:
     assert field.default is not MISSING
     typed, value = other_value(owner, field)
-    found = asked(*typed)
-    configs = {RunConfig: found.run_config, ppo.Config: found.config}
-    for other_owner, other in FLAGS:
-        expected = value if (other_owner, other.name) == (owner, field.name) else other.default
-        assert getattr(configs[other_owner], other.name) == expected
+    found = asked(*typed, algorithm=algorithm)
+    for config in (found.run_config, found.config):
+        for other in fields(config):
+            expected = value if (type(config), other.name) == (owner, field.name) else other.default
+            assert getattr(config, other.name) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,15 +179,18 @@ def test_an_error_on_a_narrow_colour_terminal_is_still_one_line(monkeypatch: pyt
     assert str(caught.value) == f"{expected} (see flotilla train ppo --help)"
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("command", ["train", "describe"])
-def test_help_of_an_algorithm_lists_every_flag_with_words(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_an_algorithm_lists_every_flag_with_words(
+    command: str, algorithm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main([command, "ppo", "--help"])
+        cli.main([command, algorithm, "--help"])
     assert stop.value.code == EXIT_DONE
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "run options" in shown
-    assert "ppo options" in shown
-    for _, field in FLAGS:
+    assert f"{algorithm} options" in shown
+    for field in (*fields(RunConfig), *fields(CONFIGS[algorithm])):
         flag = re.escape(field.name.replace("_", "-"))
         typed = rf"--{flag}(, --no-{flag}| [A-Z]+| \{{\S+\}}| \[(INT|FLOAT) \[(INT|FLOAT) \.\.\.\]\])"
         assert re.search(rf"{typed} \w+\W.*?\(default: ", shown), f"--{flag} has no words"

@@ -70,7 +70,7 @@ def best_actions(agent: Any, *observations: float) -> list[Any]:
 def error(agent: Any) -> float:
     """Largest distance of the policy's mode from the best action of Continuous."""
     sights = [-0.9, -0.5, 0.0, 0.5, 0.9]
-    return max(abs(a - x / 2) for a, x in zip(best_actions(agent, *sights), sights, strict=True))
+    return float(max(abs(a - x / 2) for a, x in zip(best_actions(agent, *sights), sights, strict=True)))
 
 
 def on(train: Train, name: str, kind: str, monkeypatch: pytest.MonkeyPatch, **values: Any) -> Any:

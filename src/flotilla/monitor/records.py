@@ -63,7 +63,9 @@ METRICS: dict[str, Metric] = {
     "losses/explained_variance": Metric(
         "last", "1", "1 - Var(R - V) / Var(R): 1 is a perfect value function, 0 no better than a constant."
     ),
-    "losses/grad_norm": Metric("mean", "1", "L2 norm of the gradient of all parameters, before clipping."),
+    "losses/grad_norm": Metric(
+        "mean", "1", "L2 norm of the gradient of all parameters (of the critics, where apart), before clipping."
+    ),
     "losses/skipped_steps": Metric(
         "last", "updates", "Optimizer steps left out since the run began because a gradient was not finite."
     ),
