@@ -161,7 +161,7 @@ class Run:
             frame_stack=self._frame_stack,
             storage=config.buffer_storage,
             directory=folder if config.buffer_storage == "disk" else None,
-            max_bytes=config.buffer_bytes // ranks.world_size,
+            max_bytes=-(-config.buffer_bytes // ranks.world_size),
             gamma=gamma,
             n_step=n_step,
             prioritized=prioritized,
