@@ -14,32 +14,42 @@ import pytest
 import torch
 
 from flotilla import cli
-from flotilla.compute import checkpoint
+from flotilla.compute import checkpoint, chunks
 from flotilla.core.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USAGE
 
-BASE = "--preset none --device cpu --threads 1 --dashboard none --eval-episodes 2 --log-every-s 0 --num-minibatches 2"
-RUNS = {
-    "normalisers": "--env-id Pendulum-v1 --norm-obs --norm-reward --num-envs 4 --num-steps 50 --backend sync",
-    "lstm": "--env-id probe/Memory-v0 --memory lstm --memory-size 8 --num-envs 4 --num-steps 32 --backend sync",
-    "workers": "--env-id Hopper-v5 --norm-obs --norm-reward --num-envs 4 --num-steps 32 --backend workers",
-    "lives": "--env-id BreakoutNoFrameskip-v4 --cnn a3c --num-envs 2 --num-steps 64 --update-epochs 1 --backend sync",
+BASE = "--preset none --device cpu --threads 1 --dashboard none --eval-episodes 2 --log-every-s 0"
+RUNS = {  # the algorithm, and its flags
+    "normalisers": "ppo --num-minibatches 2 --env-id Pendulum-v1 --norm-obs --norm-reward --num-envs 4 --num-steps 50 --backend sync",
+    "lstm": "ppo --num-minibatches 2 --env-id probe/Memory-v0 --memory lstm --memory-size 8 --num-envs 4 --num-steps 32 --backend sync",
+    "workers": "ppo --num-minibatches 2 --env-id Hopper-v5 --norm-obs --norm-reward --num-envs 4 --num-steps 32 --backend workers",
+    "lives": "ppo --num-minibatches 2 --env-id BreakoutNoFrameskip-v4 --cnn a3c --num-envs 2 --num-steps 64 --update-epochs 1 "
+    "--backend sync",
+    # A ring that wraps around.
+    "replay": "sac --env-id Pendulum-v1 --buffer-size 300 --learning-starts 100 --batch-size 32 --hidden-sizes 16 "
+    "--train-frequency 40 --gradient-steps 4 --num-envs 4 --backend sync",
 }
 KILLS = 5
 
 
-def flags_of(name: str, run_dir: Path, steps: int) -> list[str]:
-    return [*BASE.split(), *RUNS[name].split(), "--total-timesteps", str(steps), "--run-dir", str(run_dir)]
+def train_of(name: str, run_dir: Path, steps: int) -> list[str]:
+    algorithm, *flags = RUNS[name].split()
+    ends = ["--total-timesteps", str(steps), "--run-dir", str(run_dir)]
+    return ["train", algorithm, *BASE.split(), *flags, *ends]
 
 
 def steps_of(name: str, iterations: int) -> int:
     words = RUNS[name].split()
+    if "--train-frequency" in words:
+        return iterations * int(words[words.index("--train-frequency") + 1])
     return iterations * int(words[words.index("--num-envs") + 1]) * int(words[words.index("--num-steps") + 1])
 
 
 def outcome(run_dir: Path) -> dict[str, torch.Tensor]:
     """Everything that the last checkpoint holds."""
-    found = checkpoint.load(checkpoint.newest(run_dir / "checkpoints"))
-    return dict(found.model) | dict(found.trainer) | {"step": torch.tensor(found.step)}
+    root = run_dir / "checkpoints"
+    found = checkpoint.load(checkpoint.newest(root))
+    rows = {f"{part.first}.{key}": x for part in found.chunks for key, x in chunks.read(root, part).items()}
+    return dict(found.model) | dict(found.trainer) | rows | {"step": torch.tensor(found.step)}
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -52,11 +62,11 @@ def lines(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
 
 
-def kill_after(flags: list[str], checkpoints: int, delay_s: float) -> None:
+def kill_after(train: list[str], checkpoints: int, delay_s: float) -> None:
     """Start the run, and kill -9 it so long after so many new checkpoints."""
-    root = Path(flags[-1]) / "checkpoints"
+    root = Path(train[-1]) / "checkpoints"
     before = max(root.glob("step_*"), default=Path("step_"))
-    command = [sys.executable, "-m", "flotilla", "train", "ppo", *flags]
+    command = [sys.executable, "-m", "flotilla", *train]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         limit = time.monotonic() + 60
         seen: set[Path] = set()
@@ -73,11 +83,12 @@ def kill_after(flags: list[str], checkpoints: int, delay_s: float) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_five_kills_change_nothing(name: str, tmp_path: Path) -> None:
     steps, draw = steps_of(name, 20), random.Random(name)
-    assert cli.main(["train", "ppo", *flags_of(name, tmp_path / "through", steps)]) == EXIT_DONE
-    flags = ["--checkpoint-every", "1", *flags_of(name, tmp_path / "killed", steps)]
+    assert cli.main(train_of(name, tmp_path / "through", steps)) == EXIT_DONE
+    command, algorithm, *flags = train_of(name, tmp_path / "killed", steps)
+    train = [command, algorithm, "--checkpoint-every", "1", *flags]
     for _ in range(KILLS):
-        kill_after(flags, draw.randint(1, 3), draw.uniform(0, 0.05))
-    assert cli.main(["train", "ppo", *flags]) == EXIT_DONE
+        kill_after(train, draw.randint(1, 3), draw.uniform(0, 0.05))
+    assert cli.main(train) == EXIT_DONE
     assert_equal(outcome(tmp_path / "through"), outcome(tmp_path / "killed"))
 
     # And nothing is told twice or lost.
@@ -86,7 +97,7 @@ def test_five_kills_change_nothing(name: str, tmp_path: Path) -> None:
         [[x[k] for k in keys] for x in lines(tmp_path / d, "episodes.jsonl")] for d in ("through", "killed")
     )
     assert through == killed
-    at = [line["env_steps"] for line in lines(tmp_path / "killed", "metrics.jsonl") if "losses/entropy" in line]
+    at = [line["env_steps"] for line in lines(tmp_path / "killed", "metrics.jsonl") if line.keys() & {"losses/entropy", "losses/critic_loss"}]
     assert at == sorted(set(at))
     assert at[-1] >= steps
 
@@ -94,9 +105,9 @@ def test_five_kills_change_nothing(name: str, tmp_path: Path) -> None:
 def test_it_continues_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The algorithm, the environment and every number are those of the run in the directory."""
     steps, run_dir = steps_of("normalisers", 6), tmp_path / "run"
-    assert cli.main(["train", "ppo", *flags_of("normalisers", tmp_path / "through", steps)]) == EXIT_DONE
-    flags = flags_of("normalisers", run_dir, steps)
-    assert cli.main(["train", "ppo", *flags, "--time-limit", "0.001"]) == EXIT_PREEMPTED
+    assert cli.main(train_of("normalisers", tmp_path / "through", steps)) == EXIT_DONE
+    train = train_of("normalisers", run_dir, steps)
+    assert cli.main([*train, "--time-limit", "0.001"]) == EXIT_PREEMPTED
     status = json.loads((run_dir / "status.json").read_text())
     assert (status["state"], status["message"]) == ("preempted", "time limit")
     assert 0 < status["env_steps"] < steps
@@ -110,7 +121,7 @@ def test_it_continues_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_change_of_the_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps, run_dir = steps_of("normalisers", 2), tmp_path / "run"
-    assert cli.main(["train", "ppo", *flags_of("normalisers", run_dir, steps)]) == EXIT_DONE
+    assert cli.main(train_of("normalisers", run_dir, steps)) == EXIT_DONE
     before = outcome(run_dir)
     changes = ["--gamma", "0.9", "--num-envs", "8"]
     assert cli.main(["train", "--run-dir", str(run_dir), *changes]) == EXIT_USAGE
@@ -133,8 +144,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps, run_dir = steps_of("normalisers", 4), tmp_path / "run"
-    flags = [*flags_of("normalisers", run_dir, steps), "--checkpoint-every", "1"]
-    assert cli.main(["train", "ppo", *flags]) == EXIT_DONE
+    assert cli.main([*train_of("normalisers", run_dir, steps), "--checkpoint-every", "1"]) == EXIT_DONE
     whole = outcome(run_dir)
     *_, before, last = checkpoint.valid(run_dir / "checkpoints")
     with (last / "trainer.safetensors").open("r+b") as file:
