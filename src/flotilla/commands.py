@@ -21,10 +21,10 @@ from flotilla.core import names
 from flotilla.core.config import RANGES, RunConfig
 from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError, check_ranges
 from flotilla.core.provenance import provenance
-from flotilla.evaluation import evaluate, record_video
+from flotilla.evaluation import evaluate, record_video, spec_of
 from flotilla.monitor.records import summary
 from flotilla.monitor.writers import STATUS_FILE
-from flotilla.run import Run, spec_of
+from flotilla.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from flotilla.core.config import RunConfig
 from flotilla.core.seeding import stream_seed
-from flotilla.core.types import Episode
+from flotilla.core.types import Episode, Spec
 from flotilla.envs.make import EnvOptions, make_env
 from flotilla.monitor.video import VideoWriter
 from flotilla.sampling.choose import env_ids, make_backend
@@ -35,6 +35,13 @@ def options_of(config: RunConfig, *, training: bool, render: bool = False) -> En
         action_repeat=config.action_repeat,
         render_mode="rgb_array" if render else None,
     )
+
+
+def spec_of(config: RunConfig) -> Spec:
+    """The spaces of the configured environment, as its backend gives them."""
+    backend = make_backend(config, options_of(config, training=False), num_envs=1)
+    backend.close()
+    return backend.spec
 
 
 @contextlib.contextmanager

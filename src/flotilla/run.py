@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -18,12 +19,14 @@ from torch import Tensor, nn
 from flotilla import rundir
 from flotilla.compute import checkpoint
 from flotilla.compute.checkpoint import Checkpoints, Snapshot
+from flotilla.compute.chunks import Chunk
 from flotilla.compute.device import device_of
 from flotilla.compute.optimizer import Optimizer
 from flotilla.compute.precision import autocast, place
 from flotilla.compute.profile import Profile
 from flotilla.compute.randomness import Randomness
 from flotilla.compute.ranks import Ranks
+from flotilla.compute.rows import Rows
 from flotilla.compute.state import Stateful, collect, restore, tell
 from flotilla.compute.statistics import moments
 from flotilla.core.config import RANGES, RunConfig
@@ -89,6 +92,7 @@ class Run:
         self._notes = ["backend: {} ({})".format(*choose(config, options))]  # for people, until the monitor is there
         self._checkpoints = Checkpoints(self._run_dir / "checkpoints", keep_last=config.keep_checkpoints)
         self._objects: dict[str, Stateful] = {}
+        self._rows: dict[str, Rows] = {}  # of replays
         self._optimizers: list[Optimizer] = []
         self._saved: dict[str, Tensor] = {}  # the random generators of the checkpoint that the run goes on from
         self._counters: dict[str, Any] = {"env_steps": 0, "best_score": None, "monitor": None} | LEARNING
@@ -206,14 +210,23 @@ class Run:
         All of them are as they were where the run's directory has a checkpoint to go on from.
         """
         self._objects = {"agent": agent, "sampler": self.sampler, **others}
+        replays = {name: thing for name, thing in others.items() if isinstance(thing, Replay)}
+        self._rows = {name: Rows(self._ranks, name, thing, self._checkpoints) for name, thing in replays.items()}
         for x in agent.state_dict().values():  # targets and statistics as well, which no optimizer owns
             self._ranks.broadcast_(x)
         saved = self._ranks.share(self._load() if self._ranks.rank == 0 else None)
         if not saved:
             return
-        self._counters = json.loads(saved.pop("counters").numpy().tobytes())
+        self._counters |= json.loads(saved.pop("counters").numpy().tobytes())
         self._env_steps = steps = self._counters["env_steps"]
+        chunks = [Chunk(**stated) for stated in self._counters.pop("chunks")]
+        for name, rows in self._rows.items():
+            if told := rows.misfit(chunks):
+                saved[f"{name}.count"] = torch.tensor(0)
+                self._notes.append(told)
         found = restore(self._ranks, self._objects, saved, self.num_envs)
+        for rows in self._rows.values():
+            rows.restore(chunks)
         # The sum over ranks is what counts.
         self.sampler.env_steps = steps // self._ranks.world_size
         if self._ranks.rank == 0:
@@ -246,6 +259,8 @@ class Run:
             if self._profile:
                 self._profile.tick()
             self._exchange()
+            for rows in self._rows.values():
+                rows.settle()
             for optimizer in self._optimizers:
                 if optimizer.is_stuck():
                     names = dict(self._agent.named_parameters())
@@ -270,7 +285,8 @@ class Run:
         if path is None:
             return {}
         found = checkpoint.load(path)
-        counters = torch.from_numpy(np.frombuffer(json.dumps(found.counters).encode(), np.uint8).copy())
+        words = json.dumps({**found.counters, "chunks": [asdict(chunk) for chunk in found.chunks]})
+        counters = torch.from_numpy(np.frombuffer(words.encode(), np.uint8).copy())
         return {f"agent.{key}": x for key, x in found.model.items()} | dict(found.trainer) | {"counters": counters}
 
     def _open(self) -> None:
@@ -366,6 +382,7 @@ class Run:
         """A checkpoint, written while training goes on; what goes wrong is told and does not end the run."""
         others = {name: thing for name, thing in self._objects.items() if name != "agent"}
         trainer = collect(self._ranks, others | {"random": self._random})
+        parts = [part for rows in self._rows.values() for part in rows.save()]
         self._saved_at = time.perf_counter()
         if self._monitor is None:
             return
@@ -373,7 +390,7 @@ class Run:
             self._monitor.note(problem)
         self._counters |= {"env_steps": self._env_steps, "monitor": self._monitor.state()}
         snapshot = Snapshot(self._env_steps, self._agent.state_dict(), trainer, self._counters)
-        self._checkpoints.save(snapshot, score=self._counters["best_score"] if is_best else None)
+        self._checkpoints.save(snapshot, parts=parts, score=self._counters["best_score"] if is_best else None)
 
     def _finish(self) -> None:
         """After the last iteration, or after a signal: save first, then what may take long."""
@@ -418,7 +435,7 @@ class Run:
     def close(self, state: State, message: str = "") -> None:
         """Free everything; the state is written unless the run has ended by itself."""
         self.sampler.close()
-        self._checkpoints.wait()
+        self._checkpoints.close()
         self._closing.close()
         if self._monitor:
             self._monitor.close(state, message)
@@ -429,10 +446,3 @@ class Run:
         if not self._stop:
             return EXIT_DONE
         return EXIT_INTERRUPTED if self._stop == "SIGINT" else EXIT_PREEMPTED
-
-
-def spec_of(config: RunConfig) -> Spec:
-    """The spaces of the configured environment, as its backend gives them."""
-    backend = make_backend(config, options_of(config, training=False), num_envs=1)
-    backend.close()
-    return backend.spec

@@ -13,8 +13,7 @@ from flotilla.algorithms import ppo
 from flotilla.commands import evaluate_run
 from flotilla.core.config import RunConfig
 from flotilla.core.types import Row, State
-from flotilla.evaluation import MAX_ENVS, evaluate, record_video
-from flotilla.run import spec_of
+from flotilla.evaluation import MAX_ENVS, evaluate, record_video, spec_of
 
 CPU = torch.device("cpu")
 

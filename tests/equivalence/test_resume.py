@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flotilla import cli
-from flotilla.compute import checkpoint
+from flotilla.compute import checkpoint, chunks
 from flotilla.core.errors import EXIT_DONE, EXIT_PREEMPTED, EXIT_USAGE
 
 BASE = "--preset none --device cpu --threads 1 --dashboard none --eval-episodes 2 --log-every-s 0"
@@ -61,8 +61,10 @@ def command_of(name: str, run_dir: Path, steps: int = 0) -> list[str]:
 
 def outcome(run_dir: Path) -> dict[str, torch.Tensor]:
     """Everything that the last checkpoint holds."""
-    found = checkpoint.load(checkpoint.newest(run_dir / "checkpoints"))
-    return dict(found.model) | dict(found.trainer) | {"step": torch.tensor(found.step)}
+    root = run_dir / "checkpoints"
+    found = checkpoint.load(checkpoint.newest(root))
+    rows = {f"{part.first}.{key}": x for part in found.chunks for key, x in chunks.read(root, part).items()}
+    return dict(found.model) | dict(found.trainer) | rows | {"step": torch.tensor(found.step)}
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

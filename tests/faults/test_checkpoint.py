@@ -246,7 +246,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     (tmp_path / "step_000000000002" / "manifest.json").write_text('{"schema": 99}')
     path, words = checkpoint.find(tmp_path)
     assert path is None
-    assert words[1].endswith("manifest.json has schema 99, and this version reads 1")
+    assert words[1].endswith("manifest.json has schema 99, and this version reads 1 and 2")
     assert words[2].endswith("model.safetensors is not what was written (its sha256 is another)")
 
 

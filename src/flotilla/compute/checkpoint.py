@@ -7,16 +7,18 @@ import json
 import math
 import os
 import shutil
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flotilla.compute import chunks
+from flotilla.compute.chunks import Chunk, sha256, sync
 from flotilla.core.errors import UsageError
 
 MODEL, TRAINER, COUNTERS, MANIFEST = (
@@ -25,8 +27,10 @@ MODEL, TRAINER, COUNTERS, MANIFEST = (
     "counters.json",
     "manifest.json",
 )
-SCHEMA = 1  # of the directory; a later version of this file reads it, an earlier one refuses it
+SCHEMA = 2  # of the directory; a later version of this file reads it, an earlier one refuses it; 1 has no chunks
 OLD = ".old"  # behind the name of a checkpoint while another takes its place
+# What is asked of the chunks of a replay: nothing, for who wants the weights; to be there; to be what was written.
+Ask = Literal["nothing", "sizes", "hashes"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Snapshot:
     model: Mapping[str, Tensor]
     trainer: Mapping[str, Tensor]
     counters: Mapping[str, Any]  # of what JSON has
+    chunks: Sequence[Chunk] = ()  # files beside it, some of which other checkpoints name as well
 
 
 class Checkpoints:
@@ -49,10 +54,30 @@ class Checkpoints:
         assert keep_last > 0
         self._root, self._keep_last = root, keep_last
         self._problems: list[str] = []
-        self._writer: threading.Thread | None = None
+        # Joined where the interpreter ends, which so waits until the checkpoint is whole.
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
+        self._putting: Future[Chunk] | None = None
 
-    def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
-        """Take what is there now; waits for the checkpoint before to be written.
+    def put(self, chunk: Chunk, tensors: Mapping[str, Tensor]) -> Future[Chunk]:
+        """Write a chunk of rows, whose tensors nobody changes any more; waits for the one before.
+
+        It counts from the checkpoint on that names it.
+        """
+        wait([self._putting] if self._putting else [])
+        self._putting = self._writer.submit(chunks.write, self._root, chunk, tensors)
+        return self._putting
+
+    def discard(self, chunk: Future[Chunk]) -> None:
+        """Remove a chunk that no checkpoint names."""
+        self._writer.submit(lambda: chunks.remove(self._root, chunk.result()))
+
+    def read(self, chunk: Chunk) -> dict[str, Tensor]:
+        """What a chunk holds."""
+        return chunks.read(self._root, chunk)
+
+    def save(self, snapshot: Snapshot, *, parts: Sequence[Future[Chunk]] = (), score: float | None = None) -> None:
+        """Take what is there now; waits for the checkpoint before to be written.  parts: chunks that it needs.
 
         One that takes the place of another of the same step, without a score, keeps the score of that one.
         """
@@ -63,9 +88,7 @@ class Checkpoints:
             {key: _copied(x) for key, x in snapshot.trainer.items()},
             json.loads(json.dumps(snapshot.counters)),
         )
-        # No daemon: an interpreter that ends waits until the checkpoint is whole.
-        self._writer = threading.Thread(target=self._write, args=(taken, score), name="checkpoint")
-        self._writer.start()
+        self._saving = self._writer.submit(self._write, taken, list(parts), score)
 
     def wait(self) -> str:
         """Until what was taken is on disk; in words what could not be written, each once, else empty."""
@@ -73,13 +96,18 @@ class Checkpoints:
         problems, self._problems = self._problems, []
         return "; ".join(problems)
 
-    def _join(self) -> None:
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+    def close(self) -> None:
+        """Write what was taken, and end the thread; idempotent."""
+        self._writer.shutdown()
 
-    def _write(self, taken: Snapshot, score: float | None) -> None:
+    def _join(self) -> None:
+        if self._saving is not None:
+            self._saving.result()
+            self._saving = None
+
+    def _write(self, taken: Snapshot, parts: list[Future[Chunk]], score: float | None) -> None:
         try:
+            taken = replace(taken, chunks=[part.result() for part in parts])
             target = _write(self._root, taken, score)
             _prune(self._root, target, self._keep_last)
         except Exception as error:  # of any kind: what is not told here, nobody would hear of
@@ -89,11 +117,11 @@ class Checkpoints:
             )
 
 
-def find(root: Path) -> tuple[Path | None, list[str]]:
+def find(root: Path, ask: Ask = "hashes") -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and a sentence about each newer one that is not."""
     words: list[str] = []
     for path in reversed(_listed(root)):
-        damage = damage_of(path)
+        damage = damage_of(path, ask)
         if not damage:
             return path, words
         words.append(f"{path} is damaged and not used: {damage}")
@@ -101,8 +129,8 @@ def find(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def newest(root: Path) -> Path:
-    """The newest checkpoint of a run's directory of them; UsageError where none is whole."""
-    path, _ = find(root)
+    """The newest checkpoint whose weights can be used; UsageError where there is none."""
+    path, _ = find(root, "nothing")
     if path is None:
         raise UsageError(f"no valid checkpoint in {root} (train with --run-dir {root.parent} first)")
     return path
@@ -112,7 +140,7 @@ def best(root: Path) -> Path | None:
     """The checkpoint with the highest score; the later one of equals."""
     scored = [(stated["score"], path) for path in _listed(root) if (stated := _stated(path))]
     ranked = sorted([(score, path) for score, path in scored if score is not None], key=lambda pair: pair[0])
-    return next((path for _, path in reversed(ranked) if not damage_of(path)), None)
+    return next((path for _, path in reversed(ranked) if not damage_of(path, "nothing")), None)
 
 
 def valid(root: Path) -> list[Path]:
@@ -121,28 +149,32 @@ def valid(root: Path) -> list[Path]:
 
 
 def load(path: Path) -> Snapshot:
-    """Everything in a checkpoint, on the host; UsageError where it is none or damaged."""
+    """Everything in a checkpoint, on the host, and which chunks it needs; UsageError where it is none or damaged.
+
+    That the chunks are whole is for `find`, which looks at them once.
+    """
     model = load_model(path)
     counters = json.loads((path / COUNTERS).read_text())
-    return Snapshot(_manifest(path)["step"], model, _read(path / TRAINER), counters)
+    return Snapshot(_manifest(path)["step"], model, _read(path / TRAINER), counters, _chunks(path))
 
 
 def load_model(path: Path) -> dict[str, Tensor]:
     """The weights and statistics of a checkpoint; UsageError where it is none or damaged."""
-    if damage := damage_of(path):
+    if damage := damage_of(path, "nothing"):
         raise UsageError(f"'{path}' is no whole checkpoint: {damage}")
     return _read(path / MODEL)
 
 
-def damage_of(path: Path) -> str:
+def damage_of(path: Path, ask: Ask = "hashes") -> str:
     """What is wrong with a checkpoint, in words; empty where it is whole."""
     try:
         for name, stated in _manifest(path)["files"].items():
-            size = (path / name).stat().st_size
-            if size != stated["bytes"]:
-                return f"{name} has {size:,} bytes, and {stated['bytes']:,} were written"
-            if _sha256(path / name) != stated["sha256"]:
-                return f"{name} is not what was written (its sha256 is another)"
+            if damage := chunks.damage_of(path / name, stated["bytes"], stated["sha256"]):
+                return damage
+        for chunk in _chunks(path) if ask != "nothing" else []:
+            file = path.parent / chunks.FOLDER / chunk.name
+            if damage := chunks.damage_of(file, chunk.bytes, chunk.sha256 if ask == "hashes" else ""):
+                return damage
     except OSError as error:
         return f"{Path(error.filename or path).name}: {error.strerror}"
     except ValueError as error:
@@ -163,16 +195,17 @@ def _write(root: Path, taken: Snapshot, score: float | None) -> Path:
         save_file(dict(taken.model), temporary / MODEL)
         save_file(dict(taken.trainer), temporary / TRAINER)
         (temporary / COUNTERS).write_text(json.dumps(taken.counters, indent=1))
-        files = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in temporary.iterdir()}
-        manifest = {"schema": SCHEMA, "step": taken.step, "score": score, "files": files}
+        files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in temporary.iterdir()}
+        parts = [asdict(chunk) for chunk in taken.chunks]
+        manifest = {"schema": SCHEMA, "step": taken.step, "score": score, "files": files, "chunks": parts}
         (temporary / MANIFEST).write_text(json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1))
         for file in [*temporary.iterdir(), temporary]:
-            _sync(file)
+            sync(file)
         if target.exists():
             # Under its other name the old one counts as well, should this process be killed between the two renames.
             target.rename(aside)
         temporary.rename(target)
-        _sync(root)
+        sync(root)
         _remove(aside)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -192,15 +225,20 @@ def _tidy(root: Path) -> None:
 
 
 def _prune(root: Path, written: Path, keep_last: int) -> None:
-    """Remove what is older than the last whole ones; what no manifest of ours speaks of stays."""
+    """Remove what is older than the last whole ones, and chunks that none names; what is not ours stays.
+
+    Of a replay sizes are looked at alone: all of it would be read for each checkpoint.
+    """
     older, kept = _listed(root), 0
+    older = older[: older.index(written) + 1]  # newer ones were damaged when the run went on
     while older and kept < keep_last:
         path = older.pop()
-        kept += path == written or not damage_of(path)
+        kept += path == written or not damage_of(path, "sizes")
     top = best(root)
     for path in older:
         if path != top and _stated(path):
             _remove(path)
+    chunks.remove_all_but(root, {chunk.name for path in _listed(root) for chunk in _named(path)})
 
 
 def _remove(path: Path) -> None:
@@ -232,6 +270,18 @@ def _stated(path: Path) -> dict[str, Any]:
         return {}
 
 
+def _chunks(path: Path) -> list[Chunk]:
+    return [Chunk(**stated) for stated in _manifest(path).get("chunks", [])]
+
+
+def _named(path: Path) -> list[Chunk]:
+    """The chunks of a checkpoint, none where it is damaged; OSError where the disk does not say."""
+    try:
+        return _chunks(path)
+    except (ValueError, FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     """Schema, step, score and files of a checkpoint; ValueError, in words, where they are not what was written."""
     text = (path / MANIFEST).read_bytes()
@@ -240,8 +290,8 @@ def _manifest(path: Path) -> dict[str, Any]:
         schema = content["schema"]
     except (ValueError, KeyError, TypeError):
         raise ValueError("cannot be read") from None
-    if schema != SCHEMA:
-        raise ValueError(f"has schema {schema}, and this version reads {SCHEMA}")
+    if schema not in (1, SCHEMA):
+        raise ValueError(f"has schema {schema}, and this version reads 1 and {SCHEMA}")
     if content.pop("sha256", "") != _digest(content):
         raise ValueError("is not what was written (its sha256 is another)")
     assert isinstance(content, dict)
@@ -255,16 +305,3 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _read(file: Path) -> dict[str, Tensor]:
     """The tensors of a file; copies, as safetensors maps it, and it may be replaced or cut."""
     return {key: x.clone() for key, x in load_file(file).items()}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

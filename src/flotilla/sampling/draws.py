@@ -137,7 +137,8 @@ class Draws:
             self._top = state["top_R"].item()
 
     def recount(self) -> None:
-        """After rows were loaded."""
+        """After rows were loaded, which may have been saved when the oldest of them could still be drawn."""
+        self._valid[self._slots(self.oldest, min(self.low, self.count))] = False
         self.num_valid = int(np.count_nonzero(self._valid))
 
     def _uniform(self, span: int, count: int) -> tuple[Ints, Ints]:

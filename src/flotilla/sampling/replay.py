@@ -98,7 +98,7 @@ class Replay:
         # The newest row has no action yet, and the oldest k - 1 are there for the stacks after them.
         num_rows = capacity // num_envs + frame_stack
         check_room(row_bytes, num_rows, num_envs, frame_stack, storage, device, directory, max_bytes)
-        self.bytes = row_bytes * num_rows * num_envs  # when it is full
+        self.row_bytes, self.bytes = row_bytes, row_bytes * num_rows * num_envs  # of one environment; when it is full
         self.num_envs, self._num_rows, self._device = num_envs, num_rows, device
         self._n_step, self._k, self._ahead = n_step, frame_stack, ahead
         ring = partial(Ring, num_rows=num_rows, num_envs=num_envs, device=device, directory=directory)
@@ -194,18 +194,13 @@ class Replay:
         """Errors (B,) of transitions that were drawn; what cannot be drawn any more is left out."""
         self._draws.prioritize(index, td_error)
 
-    def state_dict(self, *, rows: bool = True) -> dict[str, Tensor]:
-        """Everything that is needed to go on bit for bit; columns are views (N, rows, ...).
-
-        Without `rows` columns and older frames are left out, for who saves them in parts by `rows`.
-        """
+    def state_dict(self) -> dict[str, Tensor]:
+        """With `rows` and `extras` everything that is needed to go on bit for bit."""
         self._wait()
-        state = {"count": torch.tensor(self._draws.count)} | self._draws.state()
+        state = {"count": torch.tensor(self._draws.count), "num_rows": torch.tensor(self._num_rows)}
+        state |= self._draws.state()
         if self._stacks is not None:
-            state |= self._stacks.state(rows=rows)
-        if rows:
-            stored = min(self._draws.count, self._num_rows)
-            state |= {f"{name}_N": x[:stored].transpose(0, 1) for name, x in self._all_columns().items()}
+            state |= self._stacks.state()
         if self._request and self._prefetch and self._prefetch.ahead:
             kind, batch_size, length = self._request
             state["ahead_R"] = torch.tensor([[KINDS.index(kind), batch_size, length]])
@@ -213,27 +208,21 @@ class Replay:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there, before anything is added.  UsageError: a ring of another size that was full.
+        """Go on from there, before anything is added; `load_rows` comes next, with every row from `oldest` on.
 
-        Where the rows are of no environment of this rank the replay stays empty.
+        A count of 0 leaves the replay empty.  UsageError: a ring of another size that was full.
         """
         assert not self._draws.count, "rows were added already"
-        count, stored = int(state["count"]), min(int(state["count"]), self._num_rows)
-        if "reward_N" in state:
-            found = state["reward_N"].shape[1]
-            if found != stored and found > 0:
-                raise UsageError(
-                    f"the saved replay has {found} rows of each environment, this one keeps {self._num_rows} "
-                    "(continue with the buffer size it was saved with)"
-                )
-            count, stored = (count, stored) if found else (0, 0)
+        count = int(state["count"])
+        found = min(count, int(state["num_rows"]))
+        if found != min(count, self._num_rows):
+            raise UsageError(
+                f"the saved replay has {found} rows of each environment, this one keeps {self._num_rows} "
+                "(continue with the buffer size it was saved with)"
+            )
         self._draws.load(dict(state), count)
-        if self._stacks is not None:
+        if self._stacks is not None and count:
             self._stacks.load(dict(state))
-        for name, x in self._all_columns().items():
-            if f"{name}_N" in state:
-                x[:stored].copy_(state[f"{name}_N"].transpose(0, 1))
-        self._draws.recount()
         self._loaded = count > 0
         if "ahead_R" in state and count:
             kind, batch_size, length = state["ahead_R"][0].tolist()
@@ -241,20 +230,29 @@ class Replay:
             prefetch.put({name: state[f"ahead.{name}_R"][0] for name in prefetch.waiting()})
 
     def rows(self, first: int, last: int) -> dict[str, Tensor]:
-        """A copy of the columns' rows `first` to before `last` (rows, N, ...), and the older frames that they keep."""
-        self._wait()
-        assert self._draws.oldest <= first <= last <= self._draws.count
-        rings = (self._payload, self._control)
-        read = {name: ring.read(name, first, last) for ring in rings for name in ring.columns}
-        return read if self._stacks is None else read | {"older": self._stacks.entries(first, last)}
+        """Rows `first` to before `last`, their extras apart: a copy of columns (N, rows, ...) on the host.
 
-    def load_rows(self, first: int, rows: Mapping[str, Tensor]) -> None:
-        """Put them back, after `load_state_dict` of a state without rows."""
+        `older` are the older frames that these rows keep, in order of environments, then of rows.
+        """
+        columns = self._payload.columns | self._control.columns
+        read = self._read([name for name in columns if not name.startswith("extra.")], first, last)
+        return read if self._stacks is None else read | {"older": self._stacks.entries(first, last).cpu()}
+
+    def extras(self, first: int, last: int) -> dict[str, Tensor]:
+        """The same of their extras, which `update` may change as long as the rows are there."""
+        return self._read([name for name in self._payload.columns if name.startswith("extra.")], first, last)
+
+    def load_rows(self, first: int, rows: Mapping[str, Tensor], column: int = 0) -> None:
+        """Put back such columns, from the row `first` on; rows that are gone are left out.
+
+        They may be of more environments, in order, of which this replay's first one is number `column`.
+        """
+        skip, own = max(0, self._draws.oldest - first), slice(column, column + self.num_envs)
         for ring in (self._payload, self._control):
-            for name in ring.columns:
-                ring.write(name, first, rows[name])
-        if self._stacks is not None:
-            self._stacks.load_entries(first, first + len(rows["reward"]), rows["older"])
+            for name in ring.columns.keys() & rows.keys():
+                ring.write(name, first + skip, rows[name][own, skip:].transpose(0, 1))
+        if self._stacks is not None and "older" in rows:
+            self._stacks.load_entries(first, rows, own, skip)
         self._draws.recount()
 
     def close(self) -> None:
@@ -267,8 +265,16 @@ class Replay:
             ring.flat.clear()
         self._flat.clear()
 
-    def _all_columns(self) -> dict[str, Tensor]:
-        return self._payload.columns | self._control.columns
+    def _read(self, names: list[str], first: int, last: int) -> dict[str, Tensor]:
+        self._wait()
+        assert self._draws.oldest <= first <= last <= self._draws.count
+        rings = (self._payload, self._control)
+        return {
+            name: ring.read(name, first, last).transpose(0, 1).contiguous().cpu()
+            for ring in rings
+            for name in ring.columns
+            if name in names
+        }
 
     def _wait(self) -> None:
         if self._prefetch is not None:
@@ -279,7 +285,8 @@ class Replay:
         slot = (self._draws.count - 1) % self._num_rows
         obs = _columns(row.obs if self._stacks is None else row.obs[:, -1])  # type: ignore[index]
         parts = obs | {"is_first": row.is_first}
-        return all(torch.equal(self._all_columns()[name][slot].cpu(), x.cpu()) for name, x in parts.items())
+        columns = self._payload.columns | self._control.columns
+        return all(torch.equal(columns[name][slot].cpu(), x.cpu()) for name, x in parts.items())
 
     def _seam(self, newest: int, is_first: Tensor) -> None:
         """Environments that began anew: nothing is learned of the step to the row that they no longer have."""

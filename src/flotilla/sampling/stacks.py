@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -71,29 +73,29 @@ class Stacks:
             out[torch.from_numpy(sample), torch.from_numpy(at)] = self._older[tuple(where)]
 
     def entries(self, first: int, last: int) -> Tensor:
-        """The older frames that rows from `first` to before `last` keep, in order of rows, then of environments."""
+        """The older frames that rows from `first` to before `last` keep, in order of environments, then of rows."""
         return self._older[self._where(first, last)]
 
-    def load_entries(self, first: int, last: int, older: Tensor) -> None:
-        """Put them back, after these rows' control columns and `load`."""
-        self._older[self._where(first, last)] = older.to(self._older.device)
+    def load_entries(self, first: int, rows: Mapping[str, Tensor], own: slice, skip: int) -> None:
+        """Put back `older` of rows (N, rows, ...) of more environments, without the first `skip` rows.
 
-    def state(self, *, rows: bool) -> dict[str, Tensor]:
-        """Counts, and with `rows` the store from its oldest entry on, filled up to the longest."""
-        state = {"made_N": torch.from_numpy(self._made.copy()), "gone_N": torch.from_numpy(self._gone.copy())}
-        if rows:
-            longest = int((self._made - self._gone).max(initial=0))
-            state["older_N"] = self._older[self._places(longest)]
-        return state
+        After these rows' control columns and `load`.
+        """
+        keeps = _keeps(rows["age"], rows["place"])
+        wanted = torch.zeros_like(keeps)
+        wanted[own, skip:] = True
+        where = self._where(first + skip, first + keeps.shape[1])
+        self._older[where] = rows["older"][wanted[keeps]].to(self._older.device)
+
+    def state(self) -> dict[str, Tensor]:
+        """Counts; what the store holds goes with its rows."""
+        return {"made_N": torch.from_numpy(self._made.copy()), "gone_N": torch.from_numpy(self._gone.copy())}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Go on from such a state."""
         self._made, self._gone = (state[key].numpy().copy() for key in ("made_N", "gone_N"))
         self._older = self._older[:, :1]
         self._make_room()
-        if "older_N" in state:
-            older = state["older_N"][:, : self._older.shape[1]]
-            self._older[self._places(older.shape[1])] = older.to(self._older.device)
 
     def _keep(self, obs: Tensor, anew: Tensor, place: NDArray[np.int32]) -> None:
         """Store the older frames of rows that do not go on, and write their numbers into `place` (T + 1, N)."""
@@ -124,15 +126,15 @@ class Stacks:
             larger[env, number % size] = self._older[env, number % old]
         self._older = larger
 
-    def _places(self, count: int) -> tuple[Tensor, Tensor]:
-        """Where the oldest `count` entries of each environment are."""
-        number = torch.from_numpy(self._gone)[:, None] + torch.arange(count)
-        return torch.arange(len(self._gone))[:, None], number % self._older.shape[1]
-
     def _where(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        age, place = (self._control.read(name, first, last) for name in ("age", "place"))
-        time, env = torch.nonzero((age == 0) & (place > REPEATED), as_tuple=True)
-        return env, place[time, env].long() % self._older.shape[1]
+        age, place = (self._control.read(name, first, last).T for name in ("age", "place"))
+        env, time = torch.nonzero(_keeps(age, place), as_tuple=True)
+        return env, place[env, time].long() % self._older.shape[1]
+
+
+def _keeps(age: Tensor, place: Tensor) -> Tensor:
+    """Which rows have older frames of their own in the store."""
+    return (age == 0) & (place > REPEATED)
 
 
 def index_select(source: Tensor, index: Ints, out: Tensor) -> None:
