@@ -322,7 +322,7 @@ class Run:
         due = time.perf_counter() - self._saved_at > CHECKPOINT_EVERY_S
         if self._ranks.world_size > 1:
             values = [torch.as_tensor(x, device=self.device).float() for x in self._metrics.values()]
-            metrics = dict(zip(self._metrics, torch.stack(values).tolist() if values else [], strict=True))
+            metrics = dict(zip(self._metrics, torch.stack(values).tolist(), strict=True)) if values else {}
             told = tell(self._ranks, [steps, stop, [list(vars(x).values()) for x in episodes], restarts, metrics, due])
             steps, stop = sum(one[0] for one in told), next((one[1] for one in told if one[1]), "")
             episodes = [Episode(*values) for one in told for values in one[2]]

@@ -130,7 +130,7 @@ class Draws:
     def load(self, state: dict[str, Tensor], count: int) -> None:
         """Go on from such a state with `count` rows."""
         self.count = count
-        self._random.set_state(state["random_R"][0])
+        self._random.set_state(state["random_R"][0].clone())  # torch 2.13 crashes on a view into a larger tensor
         if self._tree is not None and "priority_N" in state:
             leaves = state["priority_N"].transpose(0, 1).reshape(-1).numpy()
             self._tree.set(np.arange(len(leaves)), leaves)
