@@ -76,7 +76,7 @@ def flotilla(work: str, threads: int, compile: Literal["none", "default"] = "non
     Sampler.rollout, Run.replay = rollout, replay  # type: ignore[assignment, method-assign]
     run_config, config = configured(work)
     run_dir = os.path.join(tempfile.mkdtemp(), "run")
-    run_config = replace(run_config, threads=threads, compile=compile, dashboard="plain", run_dir=run_dir)
+    run_config = replace(run_config, threads=threads or -1, compile=compile, dashboard="plain", run_dir=run_dir)
     train(work, run_config, config, [], [])
     return marks["rate"]
 
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=[*WORKS, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: what each package does unasked")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: auto, and sb3 as it likes")
     parser.add_argument("--one", choices=list(PEERS), help="measure one package in this process")
     args = parser.parse_args()
     if args.one:

@@ -45,7 +45,6 @@ from flotilla.sampling.sampler import Sampler
 
 M = TypeVar("M", bound=nn.Module)
 
-LARGE = 50_000  # parameters of a network that several threads compute faster than one
 CHECKPOINT_EVERY_S = 300.0  # where no number of steps is asked for
 LEARNING = {"learned_steps": 0, "due": 0.0, "updates": 0}  # what `updates` counts
 TIME_LIMIT = "time limit"  # beside the names of signals, why a run stops early
@@ -84,7 +83,6 @@ class Run:
         self.spec: Spec = self.sampler.spec
         cores = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._measured_threads = cores if config.threads == -1 else 0
-        self._cores = cores
         torch.set_num_threads(max(config.threads, 0) or (cores if has_image(self.spec.obs_space) else 1))
         self._random = Randomness(self.device, config.seed, self._ranks.rank)
         self._frames_per_step, self._frame_stack = frames_per_step(ids[0], options), frame_stack(ids[0])
@@ -122,9 +120,7 @@ class Run:
         self, parameters: Iterable[nn.Parameter], learning_rate: float, *, clip: float, eps: float
     ) -> Optimizer:
         """Adam with gradient clipping, over all ranks."""
-        config, parameters = self.config, list(parameters)
-        if config.threads == 0 and sum(p.numel() for p in parameters) >= LARGE:
-            torch.set_num_threads(self._cores)
+        config = self.config
         optimizer = Optimizer(
             parameters,
             learning_rate,

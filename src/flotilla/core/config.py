@@ -33,7 +33,7 @@ class RunConfig:
     buffer_storage: Literal["ram", "disk", "device"] = "ram"  # where a replay lies; disk: run_dir's, mapped
     run_dir: str = "auto"  # directory of the run; auto: runs/<algorithm>-<env>-seed<seed>-<time>
     device: str = "auto"  # auto | cpu | cuda | cuda:1; auto takes a GPU where there is one
-    threads: int = 0  # CPU threads of the learner; 0: one, for large networks all cores; -1 (auto): measured
+    threads: int = 0  # CPU threads of the learner; 0: one, for convolutions all cores; -1 (auto): measured
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"  # number format of matrix products and convolutions
     grad_accum_steps: int = 1  # parts in which a batch goes through the network, for memory; the step is the same
     max_skipped_steps: int = 10  # optimizer steps in a row with a gradient that is not finite, before the run ends
