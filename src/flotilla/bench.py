@@ -15,8 +15,9 @@ from typing import Any
 
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from flotilla.core.config import RANGES, RunConfig
-from flotilla.core.errors import UsageError, check_ranges, nearest
+from flotilla.core.config import RunConfig
+from flotilla.core.errors import UsageError, nearest
+from flotilla.core.ranges import check_ranges
 from flotilla.doctor import machine
 from flotilla.envs.make import EnvOptions, make_env
 from flotilla.envs.profile import Profile, profile
@@ -41,7 +42,7 @@ class Tuned:
 
 def checked(config: RunConfig, automatic: Iterable[str]) -> RunConfig:
     """The configuration with 0 for the fields that are to be measured; UsageError for other numbers that cannot be."""
-    check_ranges(config, RANGES)
+    check_ranges(config)
     numbers: dict[str, Any] = dict.fromkeys(automatic, 0)
     return replace(config, **numbers)
 

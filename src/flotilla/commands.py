@@ -18,9 +18,10 @@ from flotilla.compute.optimizer import parameter_counts
 from flotilla.compute.precision import place
 from flotilla.compute.ranks import PeerLost
 from flotilla.core import names
-from flotilla.core.config import RANGES, RunConfig
-from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError, check_ranges
+from flotilla.core.config import RunConfig
+from flotilla.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UsageError
 from flotilla.core.provenance import provenance
+from flotilla.core.ranges import check_ranges
 from flotilla.evaluation import evaluate, record_video, spec_of
 from flotilla.monitor.records import summary
 from flotilla.monitor.writers import STATUS_FILE
@@ -104,7 +105,7 @@ def evaluate_run(
 def describe(algorithm: str, run_config: RunConfig, config: Any) -> dict[str, Any]:
     """The resolved configuration, the spaces, and the parameters of each module, without training."""
     module = names.load("algorithm", names.ALGORITHMS, algorithm)
-    check_ranges(run_config, RANGES)
+    check_ranges(run_config)
     spec = spec_of(run_config)
     counts = parameter_counts(module.Agent(spec, config))
     return {

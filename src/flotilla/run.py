@@ -29,8 +29,9 @@ from flotilla.compute.ranks import Ranks
 from flotilla.compute.rows import Rows
 from flotilla.compute.state import Stateful, collect, restore, tell
 from flotilla.compute.statistics import moments
-from flotilla.core.config import RANGES, RunConfig
-from flotilla.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError, check_ranges
+from flotilla.core.config import RunConfig
+from flotilla.core.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED, UsageError
+from flotilla.core.ranges import check_ranges
 from flotilla.core.seeding import stream_seed
 from flotilla.core.types import Episode, Spec
 from flotilla.envs.make import frame_stack, frames_per_step
@@ -59,7 +60,7 @@ class Run:
     """
 
     def __init__(self, algorithm: str, config: RunConfig, algorithm_config: Any, origin: dict[str, Any]) -> None:
-        check_ranges(config, RANGES)
+        check_ranges(config)
         self._started = time.perf_counter()
         self._run_dir = rundir.locate(config, algorithm)
         self.config = config

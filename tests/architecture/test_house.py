@@ -6,11 +6,16 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import flotilla
+from flotilla.core import names
+from flotilla.core.config import RunConfig
+from flotilla.core.names import load
+from flotilla.core.ranges import RANGES
 
 SOURCE = Path(flotilla.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -81,3 +86,12 @@ def test_importing_it_is_light(module: str) -> None:
     code = f"import sys, {module}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_every_range_is_of_an_option() -> None:
+    """A name that no configuration has would be a range that nobody is held to."""
+    configs = [RunConfig, *(load("algorithm", names.ALGORITHMS, name).Config for name in names.ALGORITHMS)]
+    options = {field.name for config in configs for field in fields(config)}
+    assert RANGES.keys() <= options
+    floats = {field.name for config in configs for field in fields(config) if field.type in ("float", "int")}
+    assert floats - RANGES.keys() <= {"ent_coef", "vf_coef", "num_minibatches", "env_batch"}, "or a check of its own"

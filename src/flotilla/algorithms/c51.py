@@ -10,14 +10,14 @@ Shape legend: B batch, A actions, K atoms, N environments, ... the shape of one 
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flotilla.core.errors import UsageError, check_ranges
+from flotilla.core.errors import UsageError
+from flotilla.core.ranges import check_ranges
 from flotilla.core.types import Row, Spec, State
 from flotilla.functional import categorical_projection, epsilon_greedy, polyak, schedule
 from flotilla.nets.encoders import CnnKind
@@ -58,33 +58,6 @@ class Config:
     sigma_0: float = 0.5  # the noise's scale at first
     hidden_sizes: tuple[int, ...] = (120, 84)  # of the MLP
     cnn: CnnKind = "nature"  # network on images
-
-
-RANGES = {
-    "learning_rate": (0, math.inf),
-    "adam_eps": (0, math.inf),
-    "max_grad_norm": (0, math.inf),
-    "buffer_size": (1, math.inf),
-    "learning_starts": (0, math.inf),
-    "batch_size": (1, math.inf),
-    "train_frequency": (1, math.inf),
-    "gradient_steps": (-1, math.inf),
-    "gamma": (0, 1),
-    "num_atoms": (2, math.inf),
-    "v_min": (-math.inf, math.inf),
-    "v_max": (-math.inf, math.inf),
-    "n_step": (1, math.inf),
-    "tau": (0, 1),
-    "target_network_frequency": (1, math.inf),
-    "start_e": (0, 1),
-    "end_e": (0, 1),
-    "exploration_fraction": (0, 1),
-    "per_alpha": (0, 1),
-    "per_beta": (0, 1),
-    "per_eps": (0, math.inf),
-    "sigma_0": (0, math.inf),
-    "hidden_sizes": (1, math.inf),
-}
 
 
 class Agent(nn.Module):
@@ -144,7 +117,7 @@ def chosen(x_BAK: Tensor, action_B: Tensor) -> Tensor:
 
 
 def train(config: Config, run: Run) -> Agent:
-    check_ranges(config, RANGES)
+    check_ranges(config)
     if config.v_min >= config.v_max:
         raise UsageError(f"v_min={config.v_min} is not below v_max={config.v_max}; give the range of returns")
     agent = run.place(Agent(run.spec, config))

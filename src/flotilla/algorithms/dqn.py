@@ -10,7 +10,6 @@ Shape legend: B batch, A actions, N environments, ... the shape of one observati
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import huber_loss
 
-from flotilla.core.errors import check_ranges
+from flotilla.core.ranges import check_ranges
 from flotilla.core.types import Row, Spec, State
 from flotilla.functional import epsilon_greedy, polyak, schedule
 from flotilla.nets.encoders import CnnKind
@@ -57,30 +56,6 @@ class Config:
     sigma_0: float = 0.5  # the noise's scale at first
     hidden_sizes: tuple[int, ...] = (120, 84)  # of the MLP
     cnn: CnnKind = "nature"  # network on images
-
-
-RANGES = {
-    "learning_rate": (0, math.inf),
-    "adam_eps": (0, math.inf),
-    "max_grad_norm": (0, math.inf),
-    "buffer_size": (1, math.inf),
-    "learning_starts": (0, math.inf),
-    "batch_size": (1, math.inf),
-    "train_frequency": (1, math.inf),
-    "gradient_steps": (-1, math.inf),
-    "gamma": (0, 1),
-    "n_step": (1, math.inf),
-    "tau": (0, 1),
-    "target_network_frequency": (1, math.inf),
-    "start_e": (0, 1),
-    "end_e": (0, 1),
-    "exploration_fraction": (0, 1),
-    "per_alpha": (0, 1),
-    "per_beta": (0, 1),
-    "per_eps": (0, math.inf),
-    "sigma_0": (0, math.inf),
-    "hidden_sizes": (1, math.inf),
-}
 
 
 class Agent(nn.Module):
@@ -125,7 +100,7 @@ def loss(agent: Agent, batch: dict[str, Any], config: Config) -> tuple[Tensor, d
 
 
 def train(config: Config, run: Run) -> Agent:
-    check_ranges(config, RANGES)
+    check_ranges(config)
     agent = run.place(Agent(run.spec, config))
     opt = run.optimizer(
         agent.network.parameters(), config.learning_rate, clip=config.max_grad_norm, eps=config.adam_eps

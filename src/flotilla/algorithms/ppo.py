@@ -10,7 +10,6 @@ S state of the memory, ... the shape of one observation or action.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ import gymnasium as gym
 import torch
 from torch import Tensor, nn
 
-from flotilla.core.errors import UsageError, check_ranges
+from flotilla.core.errors import UsageError
+from flotilla.core.ranges import check_ranges
 from flotilla.core.types import Obs, Rollout, Row, Spec, State, tree_map
 from flotilla.functional import Mean, balanced, explained_variance, gae, standardize, weighted_mean
 from flotilla.nets.distributions import Distribution, distribution, parameter_size
@@ -144,20 +144,7 @@ def diagnostics(terms: dict[str, Tensor], weight: Tensor, clip_coef: float) -> d
 
 def check(config: Config, run: Run) -> None:
     """Refuse numbers out of range and sizes that do not divide, before anything is made."""
-    ranges = {
-        "learning_rate": (0, math.inf),
-        "adam_eps": (0, math.inf),
-        "num_steps": (1, math.inf),
-        "gamma": (0, 1),
-        "gae_lambda": (0, 1),
-        "update_epochs": (1, math.inf),
-        "clip_coef": (0, math.inf),
-        "max_grad_norm": (0, math.inf),
-        "target_kl": (0, math.inf),
-        "memory_size": (1, math.inf),
-        "hidden_sizes": (1, math.inf),
-    }
-    check_ranges(config, ranges)
+    check_ranges(config)
     count, unit = run.num_envs * config.num_steps, "samples (environments x num_steps)"
     if config.memory != "none":
         count, unit = run.num_envs, "environments (sequences, with a memory)"

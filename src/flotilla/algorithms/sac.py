@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from flotilla.core.errors import check_ranges
+from flotilla.core.ranges import check_ranges
 from flotilla.core.types import Obs, Row, Spec, State
 from flotilla.functional import polyak
 from flotilla.nets.continuous import ActionScale, Critics
@@ -55,26 +55,6 @@ class Config:
     target_entropy_scale: float = 0.89  # and where actions are discrete: share of the largest entropy, log(choices)
     hidden_sizes: tuple[int, ...] = (256, 256)  # of the MLPs
     cnn: CnnKind = "nature"  # network on images
-
-
-RANGES = {
-    "policy_lr": (0, math.inf),
-    "q_lr": (0, math.inf),
-    "adam_eps": (0, math.inf),
-    "buffer_size": (1, math.inf),
-    "learning_starts": (0, math.inf),
-    "batch_size": (1, math.inf),
-    "train_frequency": (1, math.inf),
-    "gradient_steps": (-1, math.inf),
-    "gamma": (0, 1),
-    "tau": (0, 1),
-    "target_frequency": (1, math.inf),
-    "policy_frequency": (1, math.inf),
-    "alpha": (1e-8, math.inf),
-    "target_entropy": (-math.inf, math.inf),
-    "target_entropy_scale": (0, 1),
-    "hidden_sizes": (1, math.inf),
-}
 
 
 class Agent(nn.Module):
@@ -190,7 +170,7 @@ def alpha_loss(agent: Agent, batch: dict[str, Any]) -> tuple[Tensor, dict[str, T
 
 
 def train(config: Config, run: Run) -> Agent:
-    check_ranges(config, RANGES)
+    check_ranges(config)
     agent = run.place(Agent(run.spec, config))
     actor = [*agent.encoder.parameters(), *agent.actor.parameters()]
     critic_opt = run.optimizer(agent.critics.parameters(), config.q_lr, clip=0.0, eps=config.adam_eps)

@@ -9,14 +9,13 @@ Shape legend: B batch, A dimensions of an action, K = 2 critics, N environments,
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flotilla.core.errors import check_ranges
+from flotilla.core.ranges import check_ranges
 from flotilla.core.types import Row, Spec, State
 from flotilla.functional import polyak
 from flotilla.nets.continuous import ActionScale, Actor, Critics, with_noise
@@ -43,24 +42,6 @@ class Config:
     noise_clip: float = 0.5  # and the largest of it
     hidden_sizes: tuple[int, ...] = (256, 256)  # of the MLPs
     cnn: CnnKind = "nature"  # network on images
-
-
-RANGES = {
-    "learning_rate": (0, math.inf),
-    "adam_eps": (0, math.inf),
-    "buffer_size": (1, math.inf),
-    "learning_starts": (0, math.inf),
-    "batch_size": (1, math.inf),
-    "train_frequency": (1, math.inf),
-    "gradient_steps": (-1, math.inf),
-    "gamma": (0, 1),
-    "tau": (0, 1),
-    "policy_frequency": (1, math.inf),
-    "exploration_noise": (0, math.inf),
-    "policy_noise": (0, math.inf),
-    "noise_clip": (0, math.inf),
-    "hidden_sizes": (1, math.inf),
-}
 
 
 class Agent(nn.Module):
@@ -107,7 +88,7 @@ def actor_loss(agent: Agent, batch: dict[str, Any]) -> tuple[Tensor, dict[str, T
 
 
 def train(config: Config, run: Run) -> Agent:
-    check_ranges(config, RANGES)
+    check_ranges(config)
     agent = run.place(Agent(run.spec, config))
     critic_opt = run.optimizer(agent.critics.parameters(), config.learning_rate, clip=0.0, eps=config.adam_eps)
     actor_opt = run.optimizer(agent.actor.parameters(), config.learning_rate, clip=0.0, eps=config.adam_eps)

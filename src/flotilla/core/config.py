@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,38 +90,3 @@ HARMLESS = frozenset(
         "profile",
     }
 )
-
-RANGES = {
-    **dict.fromkeys(
-        (
-            "num_envs",
-            "total_timesteps",
-            "eval_episodes",
-            "image_size",
-            "action_repeat",
-            "keep_checkpoints",
-            "grad_accum_steps",
-            "nproc",
-            "rank_timeout_s",
-        ),
-        (1.0, math.inf),
-    ),
-    **dict.fromkeys(
-        (
-            "eval_every",
-            "checkpoint_every",
-            "seed",
-            "log_every_s",
-            "env_groups",
-            "num_workers",
-            "env_timeout_s",
-            "max_env_restarts",
-            "time_limit_s",
-            "max_restarts",
-            "max_skipped_steps",
-            "buffer_bytes",
-        ),
-        (0.0, math.inf),
-    ),
-    "threads": (-1.0, math.inf),
-}

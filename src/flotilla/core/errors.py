@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -16,16 +14,6 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
 class UsageError(ValueError):
     """A value that a user gave and can correct; the message names the value and the fix, in one line."""
-
-
-def check_ranges(config: Any, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """UsageError for the first field of a dataclass that is out of its range; each entry of a tuple has to be in it."""
-    for name, (low, high) in ranges.items():
-        value = getattr(config, name)
-        for entry in value if isinstance(value, tuple) else (value,):
-            if not low <= entry <= high:  # not a number is never in a range
-                choice = f"choose from {low:g} to {high:g}" if high < math.inf else f"choose {low:g} or more"
-                raise UsageError(f"{name}={value} is out of range; {choice}")
 
 
 def nearest(name: str, choices: Iterable[str], limit: int = 3) -> str:
